@@ -1,0 +1,46 @@
+# Everything there is to do with this repository. Each target makes or updates .venv by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DOCS_STAMP := .venv/.docs-installed
+
+.PHONY: help demo test check format docs bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,docs]'
+	@touch $@
+
+demo: $(STAMP)  ## four processes show the platform at work
+	$(BIN)/python examples/platform_tour.py
+
+test: check  ## formatting, lint, types and all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## formatting, lint, types, generated documentation
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## formats and fixes what can be fixed
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+docs: $(DOCS_STAMP)  ## generates the tables and builds the pages into site/
+	$(BIN)/python tools/platform_table.py
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
+	$(BIN)/python benchmarks/collectives.py
+
+clean:  ## removes everything that was made
+	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
