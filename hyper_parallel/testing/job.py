@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between the test session and its ranks: a function by name, its arguments, and how it ended."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module-level function, found again in another process by its file and name."""
+
+    module: str
+    file: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Target:
+        """The target for a function; a ValueError if another process could not find it."""
+        name = getattr(function, "__qualname__", repr(function))
+        if not inspect.isfunction(function) or "<" in name:
+            raise ValueError(f"run_ranks: {name} must be a function at module level, so that the ranks can import it")
+        return cls(function.__module__, str(Path(inspect.getfile(inspect.unwrap(function))).resolve()), name)
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself, without the decorators that run it on ranks."""
+        found: Any = _module(self.module, self.file)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        function: Callable[..., Any] = inspect.unwrap(found)
+        return function
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}::{self.name}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a function on every rank, with the surroundings it should see."""
+
+    number: int
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    store_port: int
+    seconds: float
+    path: list[str] = field(default_factory=list)
+    warning_filters: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on one rank. ``when`` is the monotonic clock, to tell which rank failed first."""
+
+    rank: int
+    when: float
+    value: Any = None
+    headline: str = ""  # "" means success
+    details: str = ""
+    error: BaseException | None = None
+    lost: bool = False  # the process is gone or must go
+    hung: bool = False  # it must go because it did not end
+
+
+def _module(name: str, file: str) -> Any:
+    if name == "__main__":  # the parent's script: its functions are wanted, not another run of it
+        name = "__ranks_main__"
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file):
+        return importlib.import_module(name)
+    # A test module that pytest imported by its file.
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {name} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
