@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain collectives on torch.distributed: checked input, the faster exact way, errors that name the missing rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.platform.platform import REDUCE_OPS
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
+from hyper_parallel.platform.torch.groups import Groups
+
+_REDUCE_OP = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+# For bools a sum is "any" and a product "all", as in torch.
+_BOOL_OP = {"sum": "max", "prod": "min"}
+
+# What gloo can carry; data of any other dtype travels as bytes, and cannot be reduced.
+_GLOO_DTYPES = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+class Collectives(Groups):
+    """The part of the contract that is about communication outside the graph."""
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        resolved = self._group("barrier", group)
+        work = self._call("barrier", resolved, lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids))
+        handle = Handle(work, "barrier", resolved)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def all_reduce(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+        group = self._group("all_reduce", group_info)
+        check_tensor("all_reduce", data)
+        check_reducible("all_reduce", data, op, group)
+        # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
+        buffer = data.detach().contiguous()
+        native = _REDUCE_OP[_BOOL_OP.get(op, op) if data.dtype is torch.bool else op]
+        work = self._call("all_reduce", group, lambda: dist.all_reduce(buffer, native, group, async_op=True))
+        finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
+        return self._result(data, Handle(work, "all_reduce", group, finish), async_op)
+
+    def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
+        group = self._group("all_gather_into_tensor", group_info)
+        check_tensor("all_gather_into_tensor", data)
+        source = data.detach().contiguous()
+        shape = (group.size() * data.shape[0], *data.shape[1:]) if data.dim() else (group.size(),)
+        output = source.new_empty(shape)
+        work = self._call(
+            "all_gather_into_tensor",
+            group,
+            lambda: dist.all_gather_single(_carried(output, group), _carried(source, group), group, async_op=True),
+        )
+        return self._result(output, Handle(work, "all_gather_into_tensor", group), async_op)
+
+    def reduce_scatter_tensor(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+        call = "reduce_scatter_tensor"
+        group = self._group(call, group_info)
+        check_tensor(call, data)
+        check_reducible(call, data, op, group)
+        size = group.size()
+        if data.dim() == 0 or data.shape[0] % size:
+            raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
+        source = data.detach().contiguous()
+        output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
+        if not _on_gloo(group, data):
+            work = self._call(
+                call,
+                group,
+                lambda: dist.reduce_scatter_single(output, source, _REDUCE_OP[op], group, async_op=True),
+            )
+            return self._result(output, Handle(work, call, group), async_op)
+        # On gloo an exchange and a local reduction in rank order give the same numbers in less time.
+        pieces = source.new_empty((size, *output.shape))
+        work = self._call(call, group, lambda: dist.all_to_all_single(pieces, source, group=group, async_op=True))
+        return self._result(output, Handle(work, call, group, lambda: reduce_pieces(pieces, op, output)), async_op)
+
+    def all_to_all_single(
+        self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
+    ) -> Any:
+        call = "all_to_all_single"
+        resolved = self._group(call, group)
+        check_tensor(call, input_tensor)
+        size = resolved.size()
+        shape = tuple(output_shape)
+        if input_tensor.dim() == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
+            raise ValueError(
+                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                f"divisible by the group's {size} ranks"
+            )
+        if math.prod(shape) != input_tensor.numel():
+            raise ValueError(f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements")
+        output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
+        if async_op:
+            return output, handle
+        handle.wait()
+        return output, None
+
+    def broadcast(self, data: Any, src: int, group: Any, async_op: bool = False) -> Any:
+        resolved = self._group("broadcast", group)
+        check_tensor("broadcast", data)
+        self._check_member("broadcast", "src", src, resolved)
+        buffer = data.detach().contiguous()
+        work = self._call(
+            "broadcast",
+            resolved,
+            lambda: dist.broadcast(_carried(buffer, resolved), src, resolved, async_op=True),
+        )
+        finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
+        return self._result(data, Handle(work, "broadcast", resolved, finish), async_op)
+
+    def isend(self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        resolved = self._group("isend", group)
+        check_tensor("isend", tensor)
+        self._check_peer("isend", "dst", dst, resolved)
+        source = tensor.detach().contiguous()
+        call = f"isend to rank {dst}"
+        work = self._call(call, resolved, lambda: dist.isend(_carried(source, resolved), dst, resolved, tag))
+        return Handle(work, call, resolved)
+
+    def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        resolved = self._group("irecv", group)
+        check_tensor("irecv", tensor)
+        if src is not None:
+            self._check_peer("irecv", "src", src, resolved)
+        buffer = tensor.detach().contiguous()
+        call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
+        work = self._call(call, resolved, lambda: dist.irecv(_carried(buffer, resolved), src, resolved, tag))
+        finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
+        return Handle(work, call, resolved, finish)
+
+    def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+        resolved = self._group("send_object_list", group)
+        self._check_peer("send_object_list", "dst", dst, resolved)
+        self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved))
+
+    def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
+        resolved = self._group("recv_object_list", group)
+        if src is not None:
+            self._check_peer("recv_object_list", "src", src, resolved)
+        return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved))
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        resolved = self._group("all_gather_object", group)
+        if len(object_list) != resolved.size():
+            raise ValueError(
+                f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
+                f"{len(object_list)}"
+            )
+        self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
+
+    # --- shared by this class and the differentiable collectives
+
+    def _exchange(
+        self,
+        call: str,
+        source: torch.Tensor,
+        shape: Sequence[int],
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, Handle]:
+        """Starts an all-to-all along dim 0; returns the output and its handle."""
+        source = source.detach().contiguous()
+        output = source.new_empty(tuple(shape))
+        work = self._call(
+            call,
+            group,
+            lambda: dist.all_to_all_single(
+                _carried(output, group),
+                _carried(source, group),
+                output_splits and list(output_splits),
+                input_splits and list(input_splits),
+                group=group,
+                async_op=True,
+            ),
+        )
+        return output, Handle(work, call, group)
+
+    def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any]) -> Any:
+        try:
+            return start()
+        except BACKEND_ERRORS as error:
+            raise explain(error, call, group) from error
+
+    def _result(self, tensor: torch.Tensor, handle: Handle, async_op: bool) -> Any:
+        if async_op:
+            return tensor, handle
+        handle.wait()
+        return tensor
+
+    def _check_member(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if rank not in ranks or isinstance(rank, bool):
+            raise ValueError(f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}")
+
+    def _check_peer(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
+        self._check_member(call, name, rank, group)
+        if rank == self.get_rank():
+            raise ValueError(f"{call}: {name} is this rank, {rank}, itself")
+
+
+def check_tensor(call: str, data: Any) -> None:
+    """A TypeError that names the call if ``data`` is no tensor."""
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{call}: expected a tensor, got {type(data).__name__}")
+
+
+def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
+    """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
+    if op not in _REDUCE_OP:
+        raise ValueError(f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    if op == "avg" and not (data.is_floating_point() or data.is_complex()):
+        raise ValueError(f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide")
+    if data.is_complex() and op in ("max", "min", "prod"):
+        raise ValueError(f"{call}: {op} is not defined for {data.dtype}")
+    if _on_gloo(group, data) and data.dtype not in _GLOO_DTYPES:
+        raise ValueError(f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, _GLOO_DTYPES))}")
+
+
+def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
+    """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces."""
+    if pieces.dtype is torch.bool:
+        op = _BOOL_OP.get(op, op)
+    if op == "sum":
+        result = torch.sum(pieces, 0, dtype=pieces.dtype)  # dtype: sum() and prod() widen small integers
+    elif op == "avg":
+        result = torch.mean(pieces, 0)
+    elif op == "max":
+        result = torch.amax(pieces, 0)
+    elif op == "min":
+        result = torch.amin(pieces, 0)
+    else:
+        result = torch.prod(pieces, 0, dtype=pieces.dtype)
+    return result if output is None else output.copy_(result)
+
+
+def _on_gloo(group: dist.ProcessGroup, data: torch.Tensor) -> bool:
+    return data.device.type == "cpu" and "gloo" in dist.get_backend_config(group)
+
+
+def _carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor itself, or, for a dtype that gloo does not know, its bytes."""
+    if tensor.dtype in _GLOO_DTYPES or not _on_gloo(group, tensor):
+        return tensor
+    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8)
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives in the graph: each backward is the adjoint of its forward.
+
+    all-gather <-> reduce-scatter     all-to-all <-> the reverse all-to-all     all-reduce sum <-> all-reduce sum
+
+The linear ones call each other's ``apply`` in backward, so gradients of gradients work too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+from hyper_parallel.platform.torch.collectives import (
+    Collectives,
+    check_reducible,
+    check_tensor,
+    reduce_pieces,
+)
+from hyper_parallel.platform.torch.faults import Handle
+from hyper_parallel.platform.transform import chunk_sizes
+
+# (role in forward, role in backward). A and C stand before a communication, B and D after it; backward passes them
+# the other way round.
+HOOK_ROLES = {
+    "A": ("COMM", "COMPUTE"),
+    "B": ("COMPUTE", "COMM"),
+    "C": ("COMM", "COMPUTE"),
+    "D": ("COMPUTE", "COMM"),
+}
+
+
+class Differentiable(Collectives):
+    """The part of the contract that is about communication in the graph."""
+
+    def differentiable_all_reduce(self, data: Any, op: str, group: Any) -> Any:
+        resolved = self._group("differentiable_all_reduce", group)
+        check_tensor("differentiable_all_reduce", data)
+        check_reducible("differentiable_all_reduce", data, op, resolved)
+        return _AllReduce.apply(data, op, resolved, self)
+
+    def differentiable_all_gather_concat(
+        self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
+    ) -> Any:
+        call = "differentiable_all_gather_concat"
+        resolved = self._group(call, group)
+        dim = _check_dim(call, "concat_dim", data, concat_dim)
+        _check_count(call, "concat_size", concat_size, resolved)
+        sizes = [data.shape[dim]] * concat_size if sizes is None else list(sizes)
+        if len(sizes) != concat_size or sizes[resolved.rank()] != data.shape[dim]:
+            raise ValueError(
+                f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {data.shape[dim]}; got "
+                f"{sizes} for {concat_size} ranks on group rank {resolved.rank()}"
+            )
+        return _AllGather.apply(data, dim, sizes, resolved, self)
+
+    def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
+        call = "differentiable_reduce_scatter"
+        resolved = self._group(call, group)
+        dim = _check_dim(call, "axis", data, axis)
+        _check_count(call, "dev_num", dev_num, resolved)
+        check_reducible(call, data, op, resolved)
+        return _ReduceScatter.apply(data, dim, chunk_sizes(data.shape[dim], dev_num), op, resolved, self)
+
+    def differentiable_all_to_all(self, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
+        resolved = self._group("differentiable_all_to_all", group)
+        check_tensor("differentiable_all_to_all", input_data)
+        return _AllToAll.apply(input_data, tuple(output_shape), resolved, self)
+
+    def differentiable_all_to_all_single(
+        self,
+        input_tensor: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> Any:
+        return self._uneven_all_to_all(
+            "differentiable_all_to_all_single", input_tensor, input_splits, output_splits, group
+        )
+
+    def differentiable_all_to_all_single_async(
+        self,
+        input_tensor: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> Any:
+        """Untested on hardware: on an accelerator ``wait()`` makes the current stream wait and the host goes on."""
+        # The two are one on every device: torch's wait is a wait of the stream where there are streams, and on a CPU
+        # a tensor may not be handed out before it is there.
+        call = "differentiable_all_to_all_single_async"
+        return self._uneven_all_to_all(call, input_tensor, input_splits, output_splits, group)
+
+    def _uneven_all_to_all(
+        self,
+        call: str,
+        x: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> Any:
+        resolved = self._group(call, group)
+        check_tensor(call, x)
+        size = resolved.size()
+        if x.dim() == 0:
+            raise ValueError(f"{call}: expected a tensor with at least one dim, got a scalar")
+        if (input_splits is None or output_splits is None) and x.shape[0] % size:
+            raise ValueError(f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks")
+        inputs = _check_splits(call, "input_splits", input_splits, size, x.shape[0])
+        outputs = _check_splits(
+            call, "output_splits", output_splits, size, None if output_splits is not None else x.shape[0]
+        )
+        return _UnevenAllToAll.apply(x, inputs, outputs, resolved, self, call)
+
+    def differentiable_async_a2a_launch(
+        self,
+        x: Any,
+        group: Any,
+        world_size: int,
+        concat_dim: int,
+        split_dim: int,
+        handle_box: list[Any] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        call = "differentiable_async_a2a_launch"
+        resolved, concat, split = self._checked_a2a(call, x, group, world_size, concat_dim, split_dim)
+        if x.shape[split] % world_size:
+            raise ValueError(f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks")
+        pieces = _to_pieces(x.detach(), split, world_size)
+        buffer, work = self._exchange(call, pieces, pieces.shape, None, None, resolved)
+        del concat  # only checked: the wait uses it
+        return _Launched.apply(x, split, handle_box), work, buffer
+
+    def differentiable_async_a2a_wait(
+        self,
+        x: Any,
+        work: Any,
+        out_perm: Any,
+        group: Any,
+        world_size: int,
+        concat_dim: int,
+        split_dim: int,
+        handle_box: list[Any] | None = None,
+    ) -> Any:
+        call = "differentiable_async_a2a_wait"
+        resolved, concat, split = self._checked_a2a(call, x, group, world_size, concat_dim, split_dim)
+        piece = list(x.shape)
+        piece[split] //= world_size
+        if list(out_perm.shape) != [world_size, *piece]:
+            raise ValueError(
+                f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(out_perm.shape)}"
+            )
+        return _AsyncWait.apply(x, work, out_perm, resolved, concat, split, handle_box, self)
+
+    def _checked_a2a(
+        self, call: str, x: Any, group: Any, world_size: int, concat_dim: int, split_dim: int
+    ) -> tuple[dist.ProcessGroup, int, int]:
+        resolved = self._group(call, group)
+        _check_count(call, "world_size", world_size, resolved)
+        concat, split = (
+            _check_dim(call, "concat_dim", x, concat_dim),
+            _check_dim(call, "split_dim", x, split_dim),
+        )
+        if concat == split:
+            raise ValueError(f"{call}: concat_dim and split_dim are both {concat}; they must differ")
+        return resolved, concat, split
+
+    def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
+        if hook_name not in HOOK_ROLES:
+            raise ValueError(
+                f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}"
+            )
+        check_tensor("differentiable_sync_hook", x)
+        return _SyncHook.apply(x, hook_name, coordinator)
+
+    def p2p_exchange(self, tensor: Any, peer_rank: int, group: Any = None) -> Any:
+        resolved = self._group("p2p_exchange", group)
+        check_tensor("p2p_exchange", tensor)
+        self._check_member("p2p_exchange", "peer_rank", peer_rank, resolved)
+        if peer_rank == self.get_rank():
+            return tensor.clone()
+        return _Exchange.apply(tensor, peer_rank, resolved, self)
+
+    # --- along any dim, outside the graph
+
+    def _gather_dim(self, x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        """Every rank's ``x``, whose sizes along ``dim`` are ``sizes``, joined along ``dim``."""
+        widest = max(sizes)
+        if any(size != widest for size in sizes) and x.shape[dim] < widest:
+            padding = list(x.shape)
+            padding[dim] = widest - x.shape[dim]
+            x = torch.cat([x, x.new_zeros(padding)], dim)
+        joined = self.all_gather_into_tensor(x, group)
+        if dim == 0 and all(size == widest for size in sizes):
+            return joined
+        pieces = joined.unflatten(0, (len(sizes), x.shape[0])).unbind(0)
+        return torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
+
+    def _reduce_scatter_dim(
+        self, x: torch.Tensor, dim: int, sizes: Sequence[int], op: str, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """This rank's piece, of ``sizes`` along ``dim``, of the reduction of ``x``."""
+        pieces = x.split(list(sizes), dim)
+        mine = pieces[group.rank()].shape
+        if all(size == sizes[0] for size in sizes):
+            stacked = x if dim == 0 else torch.cat(pieces, 0)
+            return self.reduce_scatter_tensor(stacked, group, op=op) if sizes[0] else x.new_empty(mine)
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        received, work = self._exchange(
+            "reduce_scatter",
+            flat,
+            (len(sizes) * mine.numel(),),
+            [mine.numel()] * len(sizes),
+            [piece.numel() for piece in pieces],
+            group,
+        )
+        work.wait()
+        return reduce_pieces(received.view(len(sizes), *mine), op)
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, op: str, group: dist.ProcessGroup, platform: Differentiable) -> Any:
+        ctx.op, ctx.group, ctx.platform = op, group, platform
+        output = platform.all_reduce(data.detach().clone(memory_format=torch.contiguous_format), group, op=op)
+        if op in ("max", "min", "prod"):
+            ctx.save_for_backward(data, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Every rank's result depends on this rank's data, so their gradients add up.
+        total = _AllReduce.apply(grad, "sum", ctx.group, ctx.platform)
+        return _adjoint_of_reduction(ctx, total, *ctx.saved_tensors), None, None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, data: Any, dim: int, sizes: list[int], group: dist.ProcessGroup, platform: Differentiable
+    ) -> Any:
+        ctx.dim, ctx.sizes, ctx.group, ctx.platform = dim, sizes, group, platform
+        return platform._gather_dim(data, dim, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (
+            _ReduceScatter.apply(grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        data: Any,
+        dim: int,
+        sizes: list[int],
+        op: str,
+        group: dist.ProcessGroup,
+        platform: Differentiable,
+    ) -> Any:
+        ctx.dim, ctx.sizes, ctx.op, ctx.group, ctx.platform = dim, sizes, op, group, platform
+        output = platform._reduce_scatter_dim(data, dim, sizes, op, group)
+        if op in ("max", "min", "prod"):
+            ctx.save_for_backward(data, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        def gather(piece: torch.Tensor) -> Any:
+            return _AllGather.apply(piece, ctx.dim, ctx.sizes, ctx.group, ctx.platform)
+
+        saved = ctx.saved_tensors
+        whole = (saved[0], gather(saved[1])) if saved else ()
+        return _adjoint_of_reduction(ctx, gather(grad), *whole), None, None, None, None, None
+
+
+def _adjoint_of_reduction(ctx: Any, grad: torch.Tensor, data: Any = None, result: Any = None) -> torch.Tensor:
+    """The gradient of this rank's ``data``, given the gradient of the reduction's ``result``, both of data's shape."""
+    if ctx.op == "sum":
+        return grad
+    if ctx.op == "avg":
+        return grad / ctx.group.size()
+    if ctx.op in ("max", "min"):
+        won = (data == result).to(grad.dtype)
+        return grad * won / ctx.platform.all_reduce(won.clone(), ctx.group)  # ties share, as in torch.amax
+    # The product of the others: the result divided by this rank's data would fail where that is zero.
+    is_zero = data == 0
+    zeros = ctx.platform.all_reduce(is_zero.to(torch.int32), ctx.group)
+    of_nonzero = ctx.platform.all_reduce(torch.where(is_zero, 1, data), ctx.group, op="prod")
+    others = torch.where(is_zero, of_nonzero, of_nonzero / torch.where(is_zero, 1, data))
+    return grad * torch.where(zeros == is_zero.to(torch.int32), others, 0)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, data: Any, output_shape: tuple[int, ...], group: dist.ProcessGroup, platform: Differentiable
+    ) -> Any:
+        ctx.input_shape, ctx.group, ctx.platform = tuple(data.shape), group, platform
+        return platform.all_to_all_single(data, output_shape, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform), None, None, None
+
+
+class _UnevenAllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        data: Any,
+        inputs: list[int],
+        outputs: list[int],
+        group: dist.ProcessGroup,
+        platform: Differentiable,
+        call: str,
+    ) -> Any:
+        ctx.inputs, ctx.outputs, ctx.group, ctx.platform, ctx.call = inputs, outputs, group, platform, call
+        output, work = platform._exchange(call, data, (sum(outputs), *data.shape[1:]), outputs, inputs, group)
+        work.wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        reverse = _UnevenAllToAll.apply(grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call)
+        return reverse, None, None, None, None, None
+
+
+class _Launched(Function):
+    """The identity; with a box, backward adds the gradient of the reverse exchange that waits there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split_dim: int, handle_box: list[Any] | None) -> Any:
+        ctx.split_dim, ctx.handle_box = split_dim, handle_box
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.handle_box:
+            work, buffer = ctx.handle_box.pop(0)
+            work.wait()
+            grad = grad + _from_pieces(buffer, ctx.split_dim)
+        return grad, None, None
+
+
+class _AsyncWait(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        work: Any,
+        out_perm: torch.Tensor,
+        group: dist.ProcessGroup,
+        concat_dim: int,
+        split_dim: int,
+        handle_box: list[Any] | None,
+        platform: Differentiable,
+    ) -> Any:
+        ctx.group, ctx.concat_dim, ctx.split_dim, ctx.handle_box = group, concat_dim, split_dim, handle_box
+        ctx.platform, ctx.shape = platform, x.shape
+        if work is not None:
+            work.wait()
+        return _from_pieces(out_perm.detach(), concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        pieces = _to_pieces(grad, ctx.concat_dim, ctx.group.size())
+        call = "the backward of differentiable_async_a2a_wait"
+        buffer, work = ctx.platform._exchange(call, pieces, pieces.shape, None, None, ctx.group)
+        if ctx.handle_box is None:
+            work.wait()
+            grad_x = _from_pieces(buffer, ctx.split_dim)
+        else:
+            ctx.handle_box.append((work, buffer))
+            grad_x = grad.new_zeros(()).expand(ctx.shape)  # the gradient comes through the box
+        return grad_x, *(None,) * 7
+
+
+def _to_pieces(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """(count, *piece): the equal pieces of ``dim``, stacked in front."""
+    return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0).contiguous()
+
+
+def _from_pieces(pieces: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cat(pieces.unbind(0), dim)
+
+
+class _SyncHook(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, hook_name: str, coordinator: Any) -> Any:
+        ctx.hook_name, ctx.coordinator = hook_name, coordinator
+        _meet(coordinator, HOOK_ROLES[hook_name][0])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _meet(ctx.coordinator, HOOK_ROLES[ctx.hook_name][1])
+        return grad, None, None
+
+
+def _meet(coordinator: Any, role: str) -> None:
+    if not coordinator.is_enabled():
+        return
+    if role == "COMPUTE":
+        # This hook stands behind a communication of this side: it has been dispatched.
+        coordinator.notify_dispatched(coordinator.COMM)
+    coordinator.rendezvous(getattr(coordinator, role))
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, platform: Differentiable) -> Any:
+        ctx.peer, ctx.group, ctx.platform = peer, group, platform
+        source = tensor.detach().contiguous()
+        output = torch.empty_like(source)
+        call = f"p2p_exchange with rank {peer}"
+        ops = [dist.P2POp(dist.isend, source, peer, group), dist.P2POp(dist.irecv, output, peer, group)]
+        for work in platform._call(call, group, lambda: dist.batch_isend_irecv(ops)):
+            Handle(work, call, group).wait()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform), None, None, None
+
+
+def _check_dim(call: str, name: str, data: Any, dim: Any) -> int:
+    check_tensor(call, data)
+    if not isinstance(dim, int) or not -data.dim() <= dim < data.dim():
+        raise ValueError(f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}")
+    return dim % data.dim()
+
+
+def _check_count(call: str, name: str, count: Any, group: dist.ProcessGroup) -> None:
+    if count != group.size():
+        raise ValueError(f"{call}: {name} must be the group's size, {group.size()}, got {count!r}")
+
+
+def _check_splits(call: str, name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int]:
+    """The splits as a list, equal ones if there are none; a ValueError if they do not fit the group or dim 0."""
+    if splits is None:
+        assert total is not None
+        return [total // size] * size
+    found = [int(s) for s in splits]
+    if len(found) != size or min(found) < 0:
+        raise ValueError(f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}")
+    if total is not None and sum(found) != total:
+        raise ValueError(f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}")
+    return found

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor subclass that distributed tensors derive from: a local tensor, its layout and the global shape.
+
+It holds data and answers for its metadata; operators belong to the class that derives from it, so here every other
+operator is refused rather than run on a wrapper without storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_METADATA = {
+    torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.ndimension,
+    torch.Tensor.nelement,
+    torch.Tensor.numel,
+    torch.Tensor.size,
+}
+
+
+class DTensorBase(torch.Tensor):
+    """A shard with the metadata of the whole: ``shape`` is global, ``local_shape`` is this rank's."""
+
+    _local: torch.Tensor
+    _layout: Any
+
+    @staticmethod
+    def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
+        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        wrapper._local = local
+        wrapper._layout = layout
+        return wrapper
+
+    @property
+    def layout(self) -> Any:  # type: ignore[override]
+        """How the whole tensor lies on the mesh."""
+        return self._layout
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of the data on this rank."""
+        return self._local.shape
+
+    def to_local(self) -> torch.Tensor:
+        """The data on this rank, as a plain tensor that shares its memory."""
+        return self._local
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, local={self._local!r}, layout={self._layout!r})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OWN:
+            return _OWN[func](*args, **kwargs)
+        if func in _METADATA or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls.dispatch(func, args, kwargs)
+
+    @classmethod
+    def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG003 - for the deriving class
+        """Runs an operator on distributed tensors; a deriving class says how."""
+        name = getattr(func, "__name__", func)
+        raise TypeError(f"{name}: {cls.__name__} has no rules for operators; call to_local() and compute on the shard")
+
+
+def _detach(tensor: DTensorBase) -> DTensorBase:
+    return type(tensor)(tensor._local.detach(), tensor._layout, tensor.shape)
+
+
+def _requires_grad_(tensor: DTensorBase, requires_grad: bool = True) -> DTensorBase:
+    tensor._local.requires_grad_(requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.requires_grad_(tensor, requires_grad)
+    return tensor
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.detach: _detach,
+    torch.Tensor.requires_grad_: _requires_grad_,
+    torch.Tensor.requires_grad.__set__: lambda tensor, value: _requires_grad_(tensor, value) and None,  # type: ignore[attr-defined]
+    torch.Tensor.__repr__: DTensorBase.__repr__,
+}

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a failed collective into an error that says who waited where, and for whom.
+
+A backend only says that a wait timed out or a connection closed. Every rank that fails therefore leaves a note in
+the job's store and reads the notes of the others: a rank of the group without a note never came. A rank that still
+waits in the same collective, because it does not talk to the missing one itself, has its note left by a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hyper_parallel.platform.errors import CommunicationError
+
+# How long a failed rank waits for the notes of the others. They fail at about the same time: the first to give up
+# closes its connections.
+NOTE_SECONDS = 1.0
+
+# How often the thread looks whether others have failed in the collective that this rank waits in.
+LOOK_SECONDS = 0.25
+
+# What a backend raises when a peer does not come or goes away; anything else is a bad call and passes through.
+BACKEND_ERRORS = (RuntimeError,)
+
+
+# thread -> the collective that it waits in, the group, and since when.
+WAITING: dict[int, tuple[str, dist.ProcessGroup, float]] = {}
+
+
+class Handle:
+    """An operation under way: ``wait()`` returns when its tensor may be read, or raises a CommunicationError."""
+
+    def __init__(self, work: Any, collective: str, group: dist.ProcessGroup, finish: Any = None) -> None:
+        self._work = work
+        self._collective = collective
+        self._group = group
+        self._finish = finish
+
+    def wait(self) -> bool:
+        """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            WAITING[threading.get_ident()] = (self._collective, self._group, time.monotonic())
+            try:
+                work.wait()
+            except BACKEND_ERRORS as error:
+                raise explain(error, self._collective, self._group) from error
+            finally:
+                del WAITING[threading.get_ident()]
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended; its result may still need ``wait()``."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+def explain(error: BaseException, collective: str, group: dist.ProcessGroup) -> BaseException:
+    """A CommunicationError for a backend's error in ``collective`` on ``group``; other errors come back as they are."""
+    if isinstance(error, CommunicationError):
+        return error
+    ranks = dist.get_process_group_ranks(group)
+    rank = dist.get_rank()
+    notes = _exchange_notes(_notes_key(group), rank, ranks, collective)
+    return _communication_error(error, collective, group, ranks, notes)
+
+
+def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> BaseException:
+    """A CommunicationError for a group of ``ranks`` that could not be made."""
+    notes = _exchange_notes(notes_key, dist.get_rank(), ranks, "the creation of the group")
+    return _communication_error(error, "the creation of the group", None, ranks, notes)
+
+
+def _notes_key(group: dist.ProcessGroup) -> str:
+    return f"hyper_parallel/fault/{group.group_name}"
+
+
+class Lookout(threading.Thread):
+    """Leaves a note for every collective that this process waits in and that others report as failed."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hyper_parallel-lookout", daemon=True)
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Looks around until ``end()``."""
+        while not self._ended.wait(LOOK_SECONDS):
+            for collective, group, since in list(WAITING.values()):
+                if time.monotonic() - since > LOOK_SECONDS:
+                    self._note(collective, group)
+
+    def end(self) -> None:
+        """Stops looking."""
+        self._ended.set()
+
+    def _note(self, collective: str, group: dist.ProcessGroup) -> None:
+        try:
+            store = dist.PrefixStore(_notes_key(group), distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+            if store.check([_FAILED]):
+                store.set(str(dist.get_rank()), collective)
+        except (*BACKEND_ERRORS, ValueError):
+            return  # the store or the job has ended; the wait will end with it
+
+
+_FAILED = "failed"
+
+
+def _exchange_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str] | None:
+    """The notes of the group's ranks, this one's included; None if the store does not answer."""
+    try:
+        store = distributed_c10d._get_default_store()
+        store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=2))
+        store.set(str(rank), note)
+        store.set(_FAILED, "")
+        deadline = time.monotonic() + NOTE_SECONDS
+        while True:
+            present = [r for r in ranks if store.check([str(r)])]
+            if len(present) == len(ranks) or time.monotonic() > deadline:
+                return {r: store.get(str(r)).decode() for r in present}
+            time.sleep(0.02)
+    except BACKEND_ERRORS:
+        return None
+
+
+def _communication_error(
+    error: BaseException,
+    collective: str,
+    group: dist.ProcessGroup | None,
+    ranks: list[int],
+    notes: dict[int, str] | None,
+) -> CommunicationError:
+    name = f"group {group.group_name!r} of ranks {ranks}" if group is not None else f"ranks {ranks}"
+    where = f"rank {dist.get_rank()}: {collective} on {name} did not complete"
+    missing: tuple[int, ...] | None = None
+    if notes is None:
+        what = "which ranks are missing cannot be known, because the job's store does not answer (did its host end?)"
+    else:
+        missing = tuple(r for r in ranks if r not in notes)
+        others = {r: note for r, note in notes.items() if note != collective}
+        if missing:
+            what = f"ranks that never came: {list(missing)}"
+        elif others:
+            what = "the ranks called different collectives: " + ", ".join(f"rank {r} {n}" for r, n in others.items())
+        else:
+            what = "every rank came, but not all in time, or with data that does not fit together"
+    return CommunicationError(
+        f"{where}; {what}. Check that every rank of the group makes this call, in the same order; the time allowed is "
+        f"init_process_group(timeout=...). The group cannot be used again. The backend said: {_first_line(error)}",
+        collective=collective,
+        ranks=tuple(ranks),
+        missing=missing,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

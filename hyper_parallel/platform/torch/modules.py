@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules, parameters, hooks, state dicts and single-file checkpoints on torch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.platform.torch.tensors import Tensors
+
+_FORMATS = ("safetensors", "pt")
+
+
+class Modules(Tensors):
+    """The part of the contract that is about modules and their parameters."""
+
+    def get_cell_construct(self, cell: Any) -> Callable[..., Any]:
+        return cell.forward
+
+    def get_cells_and_names(self, cell: Any) -> Iterable[tuple[str, Any]]:
+        return cell.named_modules()
+
+    def parameters_dict(self, cell: Any) -> dict[str, Any]:
+        return dict(cell.named_parameters())
+
+    def search_parameter_by_name(self, cell: Any, param_name: str) -> tuple[Any, str, Any] | None:
+        path, _, name = param_name.removeprefix("self.").rpartition(".")
+        try:
+            owner = cell.get_submodule(path)
+        except AttributeError:
+            return None
+        param = owner._parameters.get(name)
+        return None if param is None else (owner, name, param)
+
+    def update_parameter_by_name(self, cell: Any, result: tuple[Any, str, Any], new_param: Any) -> None:
+        owner, name, old = result
+        if name not in owner._parameters:
+            raise ValueError(f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+        if not isinstance(new_param, nn.Parameter):
+            new_param = nn.Parameter(new_param, requires_grad=old.requires_grad)
+        # Every place that shares the old parameter gets the new one, so that tied weights stay tied.
+        for module in {*cell.modules(), owner}:
+            for key, param in module._parameters.items():
+                if param is old:
+                    module.register_parameter(key, new_param)
+
+    def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
+        if isinstance(param, self.DTensorBase):
+            raise ValueError(f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+        shard = param.detach()[tuple(layout.local_slices(tuple(param.shape)))].clone()
+        return nn.Parameter(self.DTensorBase(shard, layout, param.shape), requires_grad=param.requires_grad)
+
+    def get_param_local_shape(self, param: Any) -> Any:
+        return self._local(param).shape
+
+    def get_param_local_data(self, param: Any) -> Any:
+        return self._local(param).detach()
+
+    def get_param_type_size(self, param: Any) -> int:
+        return self.get_element_size(param)
+
+    def update_param_data(self, param: Any, data: Any) -> None:
+        self._local(param).data = self._local(data)
+
+    def load_into_param(self, param: Any, data: Any) -> None:
+        target, source = self._local(param), self._local(torch.as_tensor(data))
+        fits = [tuple(target.shape)]
+        if isinstance(param, self.DTensorBase) and not isinstance(data, self.DTensorBase):
+            fits.append(tuple(param.shape))
+            if source.shape != target.shape and source.shape == param.shape:
+                source = source[tuple(param.layout.local_slices(tuple(param.shape)))]
+        if source.shape != target.shape:
+            raise ValueError(
+                f"load_into_param: data of shape {tuple(source.shape)} fits neither of {fits}"
+                if len(fits) > 1
+                else f"load_into_param: data of shape {tuple(source.shape)} does not fit {fits[0]}"
+            )
+        with torch.no_grad():
+            target.copy_(source)
+
+    def is_linear_module(self, module: Any) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def is_embedding_module(self, module: Any) -> bool:
+        return isinstance(module, nn.Embedding)
+
+    def register_forward_pre_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
+    ) -> Any:
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+    def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return module.register_full_backward_hook(hook, prepend=prepend)
+
+    def register_full_backward_pre_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        return module.register_full_backward_pre_hook(hook, prepend=prepend)
+
+    def get_model_state_dict(self, model: Any, *, options: Any = None) -> dict[str, Any]:
+        full = getattr(options, "full_state_dict", False)
+        offload = getattr(options, "cpu_offload", False)
+        state = model.state_dict()
+        if getattr(options, "ignore_frozen_params", False):
+            frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+            names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in frozen}
+            state = {name: value for name, value in state.items() if name not in names}
+        if full:
+            state = {name: self._whole(value) for name, value in state.items()}
+        if offload:
+            # As in torch: the whole state in host memory is wanted once, not once a rank.
+            state = {} if full and self.get_rank() else {n: self._to_host(value) for n, value in state.items()}
+        return dict(state)
+
+    def _whole(self, value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, self.DTensorBase) else value
+
+    def _to_host(self, value: Any) -> Any:
+        return value.cpu() if self.is_tensor(value) else value
+
+    def save_checkpoint(self, cell: Any, file_path: Any, ckpt_format: str = "safetensors") -> None:
+        _check_format("save_checkpoint", ckpt_format)
+        state = cell.state_dict() if isinstance(cell, nn.Module) else dict(cell)
+        wrong = sorted(name for name, value in state.items() if not self.is_tensor(value))
+        if wrong:
+            raise ValueError(f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+        tensors = {name: self._local(value).detach() for name, value in state.items()}
+        target = Path(file_path)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
+            temporary = Path(handle.name)
+        try:
+            _write(tensors, temporary, ckpt_format)
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(self, file_path: Any, ckpt_format: str = "safetensors") -> dict[str, Any]:
+        _check_format("load_checkpoint", ckpt_format)
+        if ckpt_format == "pt":
+            return dict(torch.load(file_path, map_location="cpu", weights_only=True))
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(file_path)
+        except SafetensorError as error:
+            raise ValueError(f"load_checkpoint: {file_path} is not a whole safetensors file: {error}") from error
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> None:
+    if ckpt_format == "pt":
+        torch.save(tensors, path)
+        return
+    from safetensors.torch import save_file
+
+    # safetensors refuses views and shared memory; tied weights are written once a name.
+    seen: set[int] = set()
+    plain = {}
+    for name, value in tensors.items():
+        storage = value.untyped_storage().data_ptr()
+        plain[name] = value.clone(memory_format=torch.contiguous_format) if storage in seen else value.contiguous()
+        seen.add(storage)
+    save_file(plain, path, metadata={"format": "pt"})
+
+
+def _check_format(call: str, ckpt_format: str) -> None:
+    if ckpt_format not in _FORMATS:
+        raise ValueError(f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}")

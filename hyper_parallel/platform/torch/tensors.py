@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors, dtypes, devices, streams and randomness on torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.transform import chunk_sizes
+
+# The names that checkpoints store, without a framework's prefix.
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "bfloat16", "bool", "complex128", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+        "int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8",
+    )
+}  # fmt: skip
+ALIASES = {
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+    "int": "int32",
+    "long": "int64",
+    "bool_": "bool",
+}
+
+
+class Tensors(Platform):
+    """The part of the contract that is about single tensors and the devices they lie on."""
+
+    def get_op_name(self, func: Any) -> str:
+        if isinstance(func, torch._ops.OpOverload):
+            func = func.overloadpacket
+        name = getattr(func, "__name__", None)
+        if name is None:
+            raise TypeError(f"get_op_name: expected an operator, got {type(func).__name__} {func!r}")
+        if name == "__get__":  # a property such as Tensor.T, which arrives as its getter
+            return str(func.__self__.__name__)
+        return str(name)
+
+    def is_tensor(self, obj: Any) -> bool:
+        return isinstance(obj, torch.Tensor)
+
+    def is_floating_point(self, tensor: Any) -> bool:
+        return bool(tensor.is_floating_point())
+
+    def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
+        if not isinstance(split_size, int) or split_size < 1 or not 0 <= index < split_size:
+            raise ValueError(
+                f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}"
+            )
+        if not -data.dim() <= split_dim < data.dim():
+            raise ValueError(f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}")
+        sizes = chunk_sizes(data.shape[split_dim], split_size)
+        return data.narrow(split_dim, sum(sizes[:index]), sizes[index])
+
+    def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
+        return torch.cat(tuple(tensors), dim)
+
+    def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
+        if not len(begin) == len(end) == len(stride) == x.dim():
+            raise ValueError(
+                f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must have "
+                f"one entry for each dim of shape {tuple(x.shape)}"
+            )
+        for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
+            if step == 0:
+                raise ValueError(f"construct_strided_slice: the stride of dim {dim} is 0")
+            x = _slice_dim(x, dim, slice(first, last, step))
+        return x
+
+    def tensor_type_cast(self, input_data: Any, cast_type: str) -> Any:
+        return input_data.to(self._dtype("tensor_type_cast", cast_type))
+
+    def str_to_dtype(self, dtype_str: str) -> Any:
+        return self._dtype("str_to_dtype", dtype_str)
+
+    def _dtype(self, call: str, name: Any) -> torch.dtype:
+        if isinstance(name, torch.dtype):
+            return name
+        bare = str(name).rpartition(".")[2].lower() if isinstance(name, str) else None
+        dtype: torch.dtype | None = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
+        if dtype is None:
+            raise ValueError(f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+        return dtype
+
+    def get_tensor_storage_size(self, tensor: Any) -> int:
+        local = self._local(tensor)
+        return int(local.numel() * local.element_size())
+
+    def get_element_size(self, tensor: Any) -> int:
+        return int(self._local(tensor).element_size())
+
+    def tensor_to_numpy(self, tensor: Any) -> Any:
+        host = self._local(tensor).detach().resolve_conj().resolve_neg().cpu()
+        narrow = host.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+        return host.float().numpy() if narrow else host.numpy()
+
+    def list_to_size(self, size_list: Sequence[int]) -> Any:
+        return torch.Size(size_list)
+
+    def arange(self, start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Any:
+        if end is None:
+            start, end = 0, start
+        return torch.arange(start, end, step, dtype=dtype, device=device)
+
+    def zeros(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def ones(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.ones(size, dtype=dtype, device=device)
+
+    def empty(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.full(size, fill_value, dtype=dtype, device=device)
+
+    def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
+        return torch.full_like(tensor, fill_value, dtype=dtype)
+
+    def empty_like(self, tensor: Any, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Any:
+        """Untested on hardware: pinned memory."""
+        pinned = pin_memory and torch.accelerator.is_available()
+        return torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=pinned)
+
+    def new_tensor(self, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
+        return torch.empty(tensor_shape, dtype=tensor_type, device=device)
+
+    def new_zero_parameter(self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any) -> Any:
+        zeros = torch.zeros(param_shape, dtype=param_type, device=device)
+        return torch.nn.Parameter(zeros, requires_grad=requires_grad)
+
+    def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
+        if not input_tensor.is_leaf:
+            raise ValueError("set_tensor_requires_grad: the tensor was computed from others; detach() it first")
+        return input_tensor.requires_grad_()
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    # --- devices and randomness
+
+    def device_type(self) -> str:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+
+    def device(self, index: int | None = None) -> Any:
+        """Untested on hardware: the index of an accelerator."""
+        kind = self.device_type()
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def get_rng_state(self) -> Any:
+        """Untested on hardware: an accelerator's generator."""
+        return self._device_module().get_rng_state() if self.device_type() != "cpu" else torch.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        """Untested on hardware: an accelerator's generator."""
+        if self.device_type() != "cpu":
+            self._device_module().set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
+
+    # --- streams and profiling
+
+    def new_stream(self) -> Any:
+        """Untested on hardware: an accelerator's stream."""
+        return Stream() if self.device_type() == "cpu" else self._device_module().Stream()
+
+    def get_stream_context(self) -> Callable[[Any], AbstractContextManager[Any]]:
+        """Untested on hardware: an accelerator's streams."""
+        return self._device_module().stream
+
+    def get_current_stream(self) -> Any:
+        """Untested on hardware: an accelerator's stream."""
+        current = self._device_module().current_stream()
+        return _DEFAULT_STREAM if type(current) is torch.cpu.Stream else current
+
+    def new_event(self) -> Any:
+        """Untested on hardware: an accelerator's event."""
+        return Event() if self.device_type() == "cpu" else self._device_module().Event()
+
+    def _device_module(self) -> Any:
+        return torch.get_device_module(self.device_type())
+
+    def profiler_record(self, name: str) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(name)
+
+    def _local(self, tensor: Any) -> torch.Tensor:
+        """The plain tensor on this rank."""
+        return tensor.to_local() if isinstance(tensor, self.DTensorBase) else tensor
+
+
+def _slice_dim(x: torch.Tensor, dim: int, cut: slice) -> torch.Tensor:
+    first, last, step = cut.indices(x.shape[dim])
+    if step > 0:
+        return x[(slice(None),) * dim + (slice(first, max(first, last), step),)]
+    # torch has no negative steps; picking the indices is differentiable and right for an empty range too.
+    return x.index_select(dim, torch.arange(first, last, step, device=x.device))
+
+
+class Stream(torch.cpu.Stream):
+    """A CPU's stream: work is done when the call returns, so there is nothing to order or to wait for."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+    def query(self) -> bool:
+        """Whether all work is done: always."""
+        return True
+
+    def wait_event(self, event: Any) -> None:
+        """Returns at once."""
+
+    def record_event(self, event: Any = None) -> Event:  # type: ignore[override]
+        """An event that has happened."""
+        return event or Event()
+
+
+_DEFAULT_STREAM = Stream()  # torch's own default CPU stream is no context manager
+
+
+class Event(torch.cpu.Event):
+    """A CPU's event: it has happened when it is recorded."""
+
+    def __enter__(self) -> Event:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None

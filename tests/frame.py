@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few framework calls that the backend tests need, so that they can be written once for every framework."""
+
+import numpy as np
+import torch
+
+
+def draw(*shape, seed=0):
+    """Numbers of both signs without ties, the same on every rank for the same seed."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def leaf(array):
+    """A float64 tensor that gets a gradient."""
+    return torch.tensor(np.asarray(array), dtype=torch.float64, requires_grad=True)
+
+
+def backward(outputs, weights):
+    """Backward of the sum of ``output * weight`` over all pairs."""
+    loss = sum((output * torch.as_tensor(weight)).sum() for output, weight in zip(outputs, weights, strict=True))
+    loss.backward()
+
+
+def equal(actual, expected):
+    """Equal in shape and in value to float64 accuracy."""
+    torch.testing.assert_close(torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach(), rtol=1e-12, atol=1e-12)
+
+
+def check_on_this_rank(collective, simulate, inputs, rank):
+    """Compares a collective with ``simulate``, which computes every rank's output from every rank's input in one process.
+
+    Forward, and the gradient of a randomly weighted sum over all ranks: what this rank's input owes to every output.
+    """
+    mine = leaf(inputs[rank])
+    output = collective(mine)
+    everyone = [leaf(x) for x in inputs]
+    expected = simulate(everyone)
+    equal(output, expected[rank])
+    weights = [draw(*y.shape, seed=100 + r) for r, y in enumerate(expected)]
+    backward([output], [weights[rank]])
+    backward(expected, weights)
+    equal(mine.grad, everyone[rank].grad)
