@@ -23,7 +23,9 @@ def backward(outputs, weights):
 
 def equal(actual, expected):
     """Equal in shape and in value to float64 accuracy."""
-    torch.testing.assert_close(torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.as_tensor(actual).detach(), torch.as_tensor(expected).detach(), rtol=1e-12, atol=1e-12
+    )
 
 
 def check_on_this_rank(collective, simulate, inputs, rank):

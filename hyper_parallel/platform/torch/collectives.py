@@ -59,8 +59,8 @@ class Collectives(Groups):
         group = self._group("all_gather_into_tensor", group_info)
         check_tensor("all_gather_into_tensor", data)
         source = data.detach().contiguous()
-        shape = (group.size() * data.shape[0], *data.shape[1:]) if data.dim() else (group.size(),)
-        output = source.new_empty(shape)
+        source = source if source.dim() else source.view(1)
+        output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
         work = self._call(
             "all_gather_into_tensor",
             group,
@@ -131,7 +131,7 @@ class Collectives(Groups):
         source = tensor.detach().contiguous()
         call = f"isend to rank {dst}"
         work = self._call(call, resolved, lambda: dist.isend(_carried(source, resolved), dst, resolved, tag))
-        return Handle(work, call, resolved)
+        return Handle(work, call, resolved, peer=dst)
 
     def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
         resolved = self._group("irecv", group)
@@ -142,18 +142,18 @@ class Collectives(Groups):
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
         work = self._call(call, resolved, lambda: dist.irecv(_carried(buffer, resolved), src, resolved, tag))
         finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
-        return Handle(work, call, resolved, finish)
+        return Handle(work, call, resolved, finish, peer=src)
 
     def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
         resolved = self._group("send_object_list", group)
         self._check_peer("send_object_list", "dst", dst, resolved)
-        self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved))
+        self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
 
     def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
         resolved = self._group("recv_object_list", group)
         if src is not None:
             self._check_peer("recv_object_list", "src", src, resolved)
-        return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved))
+        return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         resolved = self._group("all_gather_object", group)
@@ -192,11 +192,11 @@ class Collectives(Groups):
         )
         return output, Handle(work, call, group)
 
-    def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any]) -> Any:
+    def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any], peer: int | None = None) -> Any:
         try:
             return start()
         except BACKEND_ERRORS as error:
-            raise explain(error, call, group) from error
+            raise explain(error, call, group, peer) from error
 
     def _result(self, tensor: torch.Tensor, handle: Handle, async_op: bool) -> Any:
         if async_op:

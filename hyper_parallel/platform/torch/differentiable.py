@@ -424,8 +424,8 @@ class _Exchange(Function):
         output = torch.empty_like(source)
         call = f"p2p_exchange with rank {peer}"
         ops = [dist.P2POp(dist.isend, source, peer, group), dist.P2POp(dist.irecv, output, peer, group)]
-        for work in platform._call(call, group, lambda: dist.batch_isend_irecv(ops)):
-            Handle(work, call, group).wait()
+        for work in platform._call(call, group, lambda: dist.batch_isend_irecv(ops), peer):
+            Handle(work, call, group, peer=peer).wait()
         return output
 
     @staticmethod

@@ -36,11 +36,14 @@ WAITING: dict[int, tuple[str, dist.ProcessGroup, float]] = {}
 class Handle:
     """An operation under way: ``wait()`` returns when its tensor may be read, or raises a CommunicationError."""
 
-    def __init__(self, work: Any, collective: str, group: dist.ProcessGroup, finish: Any = None) -> None:
+    def __init__(
+        self, work: Any, collective: str, group: dist.ProcessGroup, finish: Any = None, peer: int | None = None
+    ) -> None:
         self._work = work
         self._collective = collective
         self._group = group
         self._finish = finish
+        self._peer = peer  # the one other rank that takes part, in point-to-point communication
 
     def wait(self) -> bool:
         """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
@@ -50,7 +53,7 @@ class Handle:
             try:
                 work.wait()
             except BACKEND_ERRORS as error:
-                raise explain(error, self._collective, self._group) from error
+                raise explain(error, self._collective, self._group, self._peer) from error
             finally:
                 del WAITING[threading.get_ident()]
         if self._finish is not None:
@@ -63,17 +66,19 @@ class Handle:
         return self._work is None or bool(self._work.is_completed())
 
 
-def explain(error: BaseException, collective: str, group: dist.ProcessGroup) -> BaseException:
-    """A CommunicationError for a backend's error in ``collective`` on ``group``; other errors come back as they are."""
+def explain(
+    error: BaseException, collective: str, group: dist.ProcessGroup, peer: int | None = None
+) -> CommunicationError:
+    """The CommunicationError for a backend's error in ``collective`` on ``group``, or with one ``peer`` of it."""
     if isinstance(error, CommunicationError):
         return error
-    ranks = dist.get_process_group_ranks(group)
     rank = dist.get_rank()
+    ranks = dist.get_process_group_ranks(group) if peer is None else sorted([rank, peer])
     notes = _exchange_notes(_notes_key(group), rank, ranks, collective)
     return _communication_error(error, collective, group, ranks, notes)
 
 
-def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> BaseException:
+def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> CommunicationError:
     """A CommunicationError for a group of ``ranks`` that could not be made."""
     notes = _exchange_notes(notes_key, dist.get_rank(), ranks, "the creation of the group")
     return _communication_error(error, "the creation of the group", None, ranks, notes)

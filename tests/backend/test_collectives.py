@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain collectives against their definitions, for every dtype, layout in memory, group and way of waiting."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from hyper_parallel import CommunicationError, get_platform
+from hyper_parallel.testing import on_ranks
+
+NUMBERS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+]
+MOVED = [*NUMBERS, torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn, torch.uint32]
+
+
+def of_rank(rank, dtype=torch.float32, shape=(4, 3)):
+    """Small numbers that tell the ranks and the places apart and are exact in every dtype."""
+    count = math.prod(shape)
+    return ((torch.arange(count) * 3 + rank * 2) % 5).reshape(shape).to(dtype)
+
+
+REDUCTIONS = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0),
+}
+
+
+def reduced(op, dtype, ranks):
+    stacked = torch.stack([of_rank(r, dtype) for r in ranks])
+    return REDUCTIONS[op](stacked).to(dtype)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("op", sorted(REDUCTIONS))
+@on_ranks(4)
+def test_all_reduce_and_reduce_scatter(op, async_op):
+    platform = get_platform()
+    rank = platform.get_rank()
+    for dtype in NUMBERS:
+        if op == "avg" and not dtype.is_floating_point:
+            continue
+        data = of_rank(rank, dtype)
+        result = platform.all_reduce(data, None, async_op, op)
+        if async_op:
+            result, handle = result
+            assert handle.wait()
+            assert handle.is_completed()
+        assert result is data  # in place
+        torch.testing.assert_close(result, reduced(op, dtype, range(4)))
+        data = of_rank(rank, dtype)
+        result = platform.reduce_scatter_tensor(data, None, async_op, op)
+        if async_op:
+            result, handle = result
+            handle.wait()
+        torch.testing.assert_close(result, reduced(op, dtype, range(4))[rank : rank + 1])
+        torch.testing.assert_close(data, of_rank(rank, dtype))  # the input is left alone
+
+
+@on_ranks(2)
+def test_reductions_of_bools_are_any_and_all():
+    platform = get_platform()
+    mine = torch.tensor([platform.get_rank() == 0, True, False, platform.get_rank() == 1])
+    for op, expected in (("sum", [1, 1, 0, 1]), ("prod", [0, 1, 0, 0]), ("max", [1, 1, 0, 1]), ("min", [0, 1, 0, 0])):
+        whole = torch.tensor(expected, dtype=torch.bool)
+        assert platform.all_reduce(mine.clone(), None, op=op).view(torch.uint8).tolist() == expected
+        half = platform.reduce_scatter_tensor(mine, None, op=op)
+        assert half.tolist() == whole.chunk(2)[platform.get_rank()].tolist()
+
+
+@on_ranks(2)
+def test_tensors_with_gaps_in_memory():
+    platform = get_platform()
+    rank = platform.get_rank()
+    backing = torch.arange(16.0).view(4, 4) + rank
+    expected = 2 * torch.arange(16.0).view(4, 4) + 1
+    for view in (lambda x: x[:, ::2], lambda x: x.t(), lambda x: x[1:3, 1], lambda x: x[2, 3]):
+        mine = backing.clone()
+        result = platform.all_reduce(view(mine), None)
+        torch.testing.assert_close(result, view(expected))
+        torch.testing.assert_close(view(mine), view(expected))
+    mine = backing.clone()
+    platform.broadcast(mine[:, 1], 1, None)
+    torch.testing.assert_close(mine[:, 1], torch.arange(16.0).view(4, 4)[:, 1] + 1)
+    torch.testing.assert_close(mine[:, 0], backing[:, 0])
+    gathered = platform.all_gather_into_tensor(backing.t(), None)
+    torch.testing.assert_close(gathered, torch.cat([torch.arange(16.0).view(4, 4).t() + r for r in range(2)]))
+    mine, handle = platform.all_reduce(backing.clone()[:, ::2], None, async_op=True)
+    handle.wait()
+    torch.testing.assert_close(mine, expected[:, ::2])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(4)
+def test_data_of_every_dtype_travels(async_op):
+    platform = get_platform()
+    rank = platform.get_rank()
+
+    def got(result):
+        if async_op:
+            result[1].wait()
+            return result[0]
+        return result
+
+    def same(actual, expected):
+        assert actual.dtype is expected.dtype
+        assert actual.shape == expected.shape
+        if actual.dtype is not torch.bool:
+            actual, expected = (x.contiguous().reshape(-1).view(torch.uint8) for x in (actual, expected))
+        assert actual.tolist() == expected.tolist()
+
+    for dtype in MOVED:
+        everyone = [of_rank(r, dtype) for r in range(4)]
+        same(got(platform.all_gather_into_tensor(everyone[rank], None, async_op)), torch.cat(everyone))
+        same(got(platform.broadcast(everyone[rank].clone(), 2, None, async_op)), everyone[2])
+        output, work = platform.all_to_all_single(everyone[rank], (4, 3), None, async_op)
+        assert (work is None) is not async_op
+        if work is not None:
+            work.wait()
+        same(output, torch.cat([x[rank : rank + 1] for x in everyone]))
+
+
+@on_ranks(4)
+def test_scalars_empty_tensors_and_subgroups():
+    platform = get_platform()
+    rank = platform.get_rank()
+    assert platform.all_gather_into_tensor(torch.tensor(float(rank)), None).tolist() == [0, 1, 2, 3]
+    assert platform.all_reduce(torch.ones(0, 3), None).shape == (0, 3)
+    assert platform.all_gather_into_tensor(torch.ones(0, 3), None).shape == (0, 3)
+    assert platform.reduce_scatter_tensor(torch.ones(0, 3), None).shape == (0, 3)
+    pair = platform.create_group([rank % 2, rank % 2 + 2])
+    assert platform.all_gather_into_tensor(torch.tensor([rank]), pair).tolist() == [rank % 2, rank % 2 + 2]
+    assert platform.broadcast(torch.tensor([rank]), rank % 2 + 2, pair).item() == rank % 2 + 2
+    piece = platform.reduce_scatter_tensor(torch.tensor([rank, 10 * rank]), pair)
+    assert piece.tolist() == [(rank % 2 * 2 + 2) * (1 if rank < 2 else 10)]
+
+
+@on_ranks(4)
+def test_point_to_point():
+    platform = get_platform()
+    rank = platform.get_rank()
+    sent = platform.isend(torch.full((3,), float(rank)), (rank + 1) % 4)
+    buffer = torch.zeros(3, 2)
+    platform.irecv(buffer[:, 1], (rank - 1) % 4).wait()  # into a view with gaps
+    assert buffer.tolist() == [[0.0, float((rank - 1) % 4)]] * 3
+    sent.wait()
+    if rank == 0:
+        senders = set()
+        for _ in range(3):
+            anyone = torch.zeros(1)
+            platform.irecv(anyone).wait()
+            senders.add(anyone.item())
+        assert senders == {1.0, 2.0, 3.0}
+    else:
+        platform.isend(torch.tensor([float(rank)]), 0).wait()
+
+
+@on_ranks(2)
+def test_tags_keep_messages_apart():
+    platform = get_platform()
+    if platform.get_rank() == 0:
+        works = [platform.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+    else:
+        for tag in (2, 1):
+            buffer = torch.zeros(1)
+            platform.irecv(buffer, 0, tag=tag).wait()
+            assert buffer.item() == tag
+
+
+@on_ranks(4)
+def test_objects():
+    platform = get_platform()
+    rank = platform.get_rank()
+    everyone = [None] * 4
+    platform.all_gather_object(everyone, {"rank": rank})
+    assert everyone == [{"rank": r} for r in range(4)]
+    if rank == 0:
+        platform.send_object_list(["a", (1, 2)], 3)
+    if rank == 3:
+        received = [None, None]
+        assert platform.recv_object_list(received, 0) == 0
+        assert received == ["a", (1, 2)]
+
+
+@on_ranks(4)
+def test_barrier_waits_for_all():
+    platform = get_platform()
+    ports = [None] * 4
+    store = platform.new_store(is_master=True) if platform.get_rank() == 0 else None
+    platform.all_gather_object(ports, store.port if store else None)
+    store = store or platform.new_store(ports[0], is_master=False)
+    for number in range(5):
+        store.add(f"came{number}", 1)
+        if number % 2:
+            platform.barrier(async_op=True).wait()
+        else:
+            assert platform.barrier() is None
+        assert store.add(f"came{number}", 0) == 4
+    platform.barrier()
+
+
+@on_ranks(2)
+def test_pending_gradient_reductions_finish_in_order():
+    platform = get_platform()
+    log = []
+    first, first_handle = platform.all_reduce(torch.ones(2), None, async_op=True)
+    second, second_handle = platform.all_reduce(torch.full((2,), 3.0), None, async_op=True)
+    platform.set_grad_reduce_handle(first_handle, lambda: log.append(first.tolist()))
+    assert log == []
+    platform.set_grad_reduce_handle(second_handle, lambda: log.append(second.tolist()))
+    assert log == [[2.0, 2.0]]
+    platform.wait_grad_handle()
+    platform.wait_grad_handle()
+    assert log == [[2.0, 2.0], [6.0, 6.0]]
+
+
+@on_ranks(2)
+def test_bad_input_names_what_is_wrong():
+    platform = get_platform()
+    x = torch.ones(3, 2)
+    for call in (platform.all_reduce, platform.all_gather_into_tensor, platform.reduce_scatter_tensor):
+        with pytest.raises(TypeError, match=f"{call.__name__}: expected a tensor, got list"):
+            call([1.0], None)
+        with pytest.raises(TypeError, match=f"{call.__name__}: expected a process group"):
+            call(x, 3)
+    for call in (platform.all_reduce, platform.reduce_scatter_tensor):
+        with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, prod, got 'average'"):
+            call(x, None, op="average")
+        with pytest.raises(ValueError, match="avg needs a floating-point tensor, got torch.int64"):
+            call(torch.ones(2, dtype=torch.int64), None, op="avg")
+        with pytest.raises(ValueError, match="max is not defined for torch.complex64"):
+            call(torch.ones(2, dtype=torch.complex64), None, op="max")
+        with pytest.raises(ValueError, match="gloo cannot reduce torch.int16; cast to one of"):
+            call(torch.ones(2, dtype=torch.int16), None)
+    with pytest.raises(ValueError, match=r"dim 0 of shape \(3, 2\) is not divisible by the group's 2 ranks"):
+        platform.reduce_scatter_tensor(x, None)
+    with pytest.raises(ValueError, match="must be divisible by the group's 2 ranks"):
+        platform.all_to_all_single(x, (3, 2), None)
+    with pytest.raises(ValueError, match=r"output_shape \(2, 2\) does not hold the input's 12 elements"):
+        platform.all_to_all_single(torch.ones(4, 3), (2, 2), None)
+    for rank in (2, -1, None, "0"):
+        with pytest.raises(ValueError, match=r"broadcast: src must be one of the group's ranks \[0, 1\], got "):
+            platform.broadcast(x, rank, None)
+        with pytest.raises(ValueError, match=r"isend: dst must be one of the group's ranks"):
+            platform.isend(x, rank)
+    with pytest.raises(ValueError, match="irecv: src is this rank"):
+        platform.irecv(x, platform.get_rank())
+    with pytest.raises(ValueError, match="object_list needs one slot for each of the 2 ranks, got 1"):
+        platform.all_gather_object([None], 1)
+    with pytest.raises(ValueError, match="send_object_list: dst must be one of"):
+        platform.send_object_list([1], 9)
+    with pytest.raises(ValueError, match="recv_object_list: src must be one of"):
+        platform.recv_object_list([None], 9)
+    assert platform.all_reduce(torch.ones(1), None).item() == 2  # the group is as good as before
+
+
+CALLS = {
+    "all_reduce": lambda p, g: p.all_reduce(torch.ones(2), g),
+    "all_gather_into_tensor": lambda p, g: p.all_gather_into_tensor(torch.ones(2), g),
+    "reduce_scatter_tensor": lambda p, g: p.reduce_scatter_tensor(torch.ones(4), g),
+    "all_to_all_single": lambda p, g: p.all_to_all_single(torch.ones(4), (4,), g),
+    "broadcast": lambda p, g: p.broadcast(torch.ones(2), 1, g),
+    "barrier": lambda p, g: p.barrier(g),
+    "irecv from rank 1": lambda p, g: p.irecv(torch.ones(2), 1, g).wait(),
+    "all_gather_object": lambda p, g: p.all_gather_object([None] * 4, 1, g),
+    "recv_object_list": lambda p, g: p.recv_object_list([None], 1, g),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+@on_ranks(4, timeout=20)
+def test_a_peer_that_never_comes_is_named(name):
+    platform = get_platform()
+    group = platform.split_group(None, [[0, 1, 2, 3]], timeout=1)
+    if platform.get_rank() != 1:
+        with pytest.raises(CommunicationError) as raised:
+            CALLS[name](platform, group)
+        assert raised.value.collective == name
+        between_two = "recv" in name
+        rank = platform.get_rank()
+        assert raised.value.ranks == (tuple(sorted([rank, 1])) if between_two else (0, 1, 2, 3))
+        assert raised.value.missing == (1,)
+        assert f"{name} on group" in str(raised.value)
+        assert "ranks that never came: [1]" in str(raised.value)
+    platform.barrier()
+
+
+@on_ranks(4, timeout=20)
+def test_point_to_point_names_the_peer_alone():
+    platform = get_platform()
+    group = platform.split_group(None, [[0, 1, 2, 3]], timeout=1)
+    if platform.get_rank() == 0:  # ranks 2 and 3 have nothing to do with it
+        with pytest.raises(CommunicationError) as raised:
+            platform.p2p_exchange(torch.ones(2), 1, group)
+        assert (raised.value.ranks, raised.value.missing) == ((0, 1), (1,))
+    platform.barrier()
+
+
+@on_ranks(4, timeout=20)
+def test_ranks_that_come_late_are_not_called_missing():
+    platform = get_platform()
+    rank = platform.get_rank()
+    group = platform.split_group(None, [[0, 1, 2, 3]], timeout=3)
+    if rank == 1:
+        platform.barrier()
+        return
+    time.sleep(rank * 0.8)  # later than the time in which ranks wait for each other's notes
+    with pytest.raises(CommunicationError) as raised:
+        platform.all_reduce(torch.ones(2), group)
+    assert raised.value.missing == (1,)
+    platform.barrier()
+
+
+@on_ranks(2, timeout=20)
+def test_ranks_that_call_different_collectives_are_told_so():
+    platform = get_platform()
+    group = platform.split_group(None, [[0, 1]], timeout=1)
+    with pytest.raises(CommunicationError, match="the ranks called different collectives: rank "):
+        if platform.get_rank() == 0:
+            platform.irecv(torch.ones(1), 1, group).wait()
+        else:
+            platform.all_reduce(torch.ones(4), group)
+    platform.barrier()
