@@ -67,6 +67,11 @@ class DTensorBase(torch.Tensor):
         return cls.dispatch(func, args, kwargs)
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
+        raise TypeError(f"{func}: reached the wrapper of a {cls.__name__} below the level where operators are caught")
+
+    @classmethod
     def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG003 - for the deriving class
         """Runs an operator on distributed tensors; a deriving class says how."""
         name = getattr(func, "__name__", func)

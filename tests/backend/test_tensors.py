@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single tensors, dtypes, devices, streams and randomness."""
+
+import numpy as np
+import pytest
+import torch
+
+from hyper_parallel import get_platform
+
+
+@pytest.fixture
+def platform():
+    return get_platform()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.add, torch.Tensor.add, torch.ops.aten.add.Tensor, torch.ops.aten.add],
+)
+def test_op_names_have_no_namespace_and_no_overload(platform, function):
+    assert platform.get_op_name(function) == "add"
+
+
+def test_other_op_names(platform):
+    assert platform.get_op_name(torch.nn.functional.linear) == "linear"
+    assert platform.get_op_name(torch.Tensor.__add__) == "__add__"
+    assert platform.get_op_name(torch.Tensor.T.__get__) == "T"
+    with pytest.raises(TypeError, match="expected an operator, got int"):
+        platform.get_op_name(3)
+
+
+def test_is_tensor(platform):
+    assert platform.is_tensor(torch.ones(1))
+    assert platform.is_tensor(torch.nn.Parameter(torch.ones(1)))
+    assert not platform.is_tensor(np.ones(1))
+    assert platform.is_floating_point(torch.ones(1))
+    assert not platform.is_floating_point(torch.ones(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 8])
+def test_chunk_has_torch_chunk_sizes_and_empty_pieces(platform, size, pieces):
+    x = torch.arange(size * 2.0).view(2, size)
+    expected = list(x.chunk(pieces, 1)) if size else []
+    expected += [x.new_empty(2, 0)] * (pieces - len(expected))
+    for index in range(pieces):
+        assert torch.equal(platform.chunk(x, 1, pieces, index), expected[index])
+        assert torch.equal(platform.chunk(x, -1, pieces, index), expected[index])
+
+
+def test_chunk_refuses_what_is_no_piece(platform):
+    for arguments in [(0, 2, 2), (0, 2, -1), (0, 0, 0), (2, 2, 0), (0, 1.5, 0)]:
+        with pytest.raises(ValueError, match="chunk: "):
+            platform.chunk(torch.ones(4, 4), *arguments)
+
+
+def test_cat(platform):
+    assert platform.cat([torch.ones(1, 2), torch.zeros(1, 2)], 1).tolist() == [[1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("case", [(0, 5, 1), (1, 4, 2), (4, 0, -1), (-1, -6, -2), (0, 99, 3), (3, 3, 1), (2, 0, 1)])
+def test_strided_slices_as_in_numpy(platform, case):
+    begin, end, stride = case
+    x = torch.arange(30.0).view(5, 6).requires_grad_()
+    expected = x.detach().numpy()[begin:end:stride, 5:0:-2]
+    result = platform.construct_strided_slice(x, (begin, 5), (end, 0), (stride, -2))
+    np.testing.assert_array_equal(result.detach().numpy(), expected)
+    result.sum().backward()
+    gradient = np.zeros((5, 6))
+    gradient[begin:end:stride, 5:0:-2] = 1
+    np.testing.assert_array_equal(x.grad.numpy(), gradient)
+
+
+def test_strided_slices_need_an_entry_a_dim(platform):
+    with pytest.raises(ValueError, match="one entry for each dim"):
+        platform.construct_strided_slice(torch.ones(2, 2), (0,), (1,), (1,))
+    with pytest.raises(ValueError, match="the stride of dim 1 is 0"):
+        platform.construct_strided_slice(torch.ones(2, 2), (0, 0), (1, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", torch.float32),
+        ("torch.float32", torch.float32),
+        ("mindspore.bfloat16", torch.bfloat16),
+        ("BFloat16", torch.bfloat16),
+        ("half", torch.float16),
+        ("long", torch.int64),
+        ("bool", torch.bool),
+        ("float8_e4m3fn", torch.float8_e4m3fn),
+    ],
+)
+def test_dtypes_by_name(platform, name, dtype):
+    assert platform.str_to_dtype(name) is dtype
+    assert platform.tensor_type_cast(torch.ones(1), name).dtype is dtype
+
+
+@pytest.mark.parametrize("name", ["float31", "", "torch.", None, 32])
+def test_unknown_dtypes_list_the_known(platform, name):
+    with pytest.raises(ValueError, match="str_to_dtype: unknown dtype .* known are .*bfloat16.*float32"):
+        platform.str_to_dtype(name)
+    with pytest.raises(ValueError, match="tensor_type_cast: unknown dtype"):
+        platform.tensor_type_cast(torch.ones(1), name)
+
+
+def test_only_floating_point_tensors_are_cast(platform):
+    assert platform.cast_fp_tensor(torch.float16, torch.ones(1)).dtype is torch.float16
+    integers = torch.ones(1, dtype=torch.int32)
+    assert platform.cast_fp_tensor(torch.float16, integers) is integers
+    assert platform.cast_fp_tensor(torch.float16, "text") == "text"
+
+
+def test_sizes(platform):
+    x = torch.ones(3, 4, dtype=torch.float64)
+    assert platform.get_tensor_storage_size(x) == 96
+    assert platform.get_tensor_storage_size(x[:, :2]) == 48
+    assert platform.get_element_size(x) == 8
+    assert platform.list_to_size([2, 3]) == torch.Size([2, 3])
+    assert isinstance(platform.list_to_size([2, 3]), torch.Size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.bfloat16, torch.complex64])
+def test_to_numpy(platform, dtype):
+    x = torch.tensor([0, 1, 3]).to(dtype).requires_grad_(dtype.is_floating_point)
+    array = platform.tensor_to_numpy(x)
+    assert array.tolist() == x.tolist()
+    assert array.dtype == (np.float32 if dtype is torch.bfloat16 else str(dtype).removeprefix("torch."))
+    if dtype.is_complex:
+        assert platform.tensor_to_numpy((x * 1j).conj()).tolist() == [0, -1j, -3j]
+
+
+def test_creation(platform):
+    assert platform.arange(3).tolist() == [0, 1, 2]
+    assert platform.arange(1, 7, 2, dtype=torch.float32).tolist() == [1.0, 3.0, 5.0]
+    assert platform.zeros((2, 1), dtype=torch.int64).tolist() == [[0], [0]]
+    assert platform.ones((2,), device="cpu").tolist() == [1, 1]
+    assert platform.full((2,), 7, dtype=torch.float64).tolist() == [7.0, 7.0]
+    assert platform.empty((2, 3), dtype=torch.int8).shape == (2, 3)
+    like = platform.full_like(torch.ones(2), 3, dtype=torch.int32)
+    assert (like.tolist(), like.dtype) == ([3, 3], torch.int32)
+    like = platform.empty_like(torch.ones(2, 2), dtype=torch.float64, pin_memory=True)
+    assert (like.shape, like.dtype) == ((2, 2), torch.float64)
+    assert platform.new_tensor((2,), torch.bfloat16, "meta").is_meta
+    parameter = platform.new_zero_parameter((2,), torch.float32, False, "cpu")
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert (parameter.tolist(), parameter.requires_grad) == ([0, 0], False)
+
+
+def test_gradients_are_switched_on_and_off(platform):
+    x = platform.set_tensor_requires_grad(torch.ones(2))
+    assert x.requires_grad
+    with platform.no_grad():
+        assert not (x * 2).requires_grad
+    with pytest.raises(ValueError, match=r"detach\(\) it first"):
+        platform.set_tensor_requires_grad(x * 2)
+
+
+def test_seeds_and_generator_states(platform):
+    platform.manual_seed(5)
+    state = platform.get_rng_state()
+    first = torch.rand(3)
+    second = torch.rand(3)
+    platform.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.rand(3), second)
+    platform.manual_seed(5)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_devices(platform):
+    kind = platform.device_type()
+    assert kind == (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+    assert platform.device().type == kind
+    assert platform.ones((1,), device=platform.device()).device.type == kind
+    assert platform.meta_device == torch.device("meta")
+
+
+def test_streams_and_events_exist_and_do_what_is_right(platform):
+    stream, other, event = platform.new_stream(), platform.new_stream(), platform.new_event()
+    before = platform.get_current_stream()
+    with platform.get_stream_context()(stream):
+        assert platform.get_current_stream() is stream
+        x = torch.ones(2) + 1
+        event.record(stream)
+    assert platform.get_current_stream() is before
+    other.wait_stream(stream)
+    other.wait_event(event)
+    event.wait(other)
+    event.synchronize()
+    stream.synchronize()
+    assert event.query()
+    assert stream.query()
+    assert stream.record_event().query()
+    assert x.tolist() == [2, 2]
+    with stream, event, platform.get_current_stream():
+        pass
+
+
+def test_profiler_shows_the_name(platform):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with platform.profiler_record("a step of ours"):
+            torch.ones(2) + 1
+    assert "a step of ours" in {event.key for event in profile.key_averages()}
