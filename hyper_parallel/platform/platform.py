@@ -15,8 +15,8 @@ import enum
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hyper_parallel.platform import containers
@@ -24,6 +24,7 @@ from hyper_parallel.platform.micro_batch import MicroBatch
 from hyper_parallel.platform.transform import TensorTransform
 
 HYPER_PARALLEL_PLATFORM = "HYPER_PARALLEL_PLATFORM"
+HYPER_PARALLEL_CHECK = "HYPER_PARALLEL_CHECK"
 HYPER_PARALLEL_PLATFORM_MINDSPORE = "mindspore"
 HYPER_PARALLEL_PLATFORM_TORCH = "torch"
 
@@ -64,6 +65,7 @@ class Platform(ABC):
     tensor_dtype: Any
 
     def __init__(self) -> None:
+        self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in ("", "0")
         self._grad_reduction: tuple[Any, Callable[[], Any] | None] | None = None
         self._forgetters: list[Callable[[], None]] = []
 
@@ -234,6 +236,18 @@ class Platform(ABC):
     @abstractmethod
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         """Fills ``object_list``, one slot a rank, with every rank's ``obj``."""
+
+    @contextmanager
+    def checked_collectives(self) -> Iterator[None]:
+        """A context in which the ranks compare op, dtype, shape and splits before each collective.
+
+        What does not fit together is a ValueError on every rank. HYPER_PARALLEL_CHECK=1 does so for a whole program.
+        """
+        before, self._checks_collectives = self._checks_collectives, True
+        try:
+            yield
+        finally:
+            self._checks_collectives = before
 
     # --- communication in the graph: backward is the adjoint
 

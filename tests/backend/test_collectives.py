@@ -2,6 +2,7 @@
 """Plain collectives against their definitions, for every dtype, layout in memory, group and way of waiting."""
 
 import math
+import os
 import time
 
 import pytest
@@ -335,3 +336,49 @@ def test_ranks_that_call_different_collectives_are_told_so():
         else:
             platform.all_reduce(torch.ones(4), group)
     platform.barrier()
+
+
+def disagree(platform, rank, how):
+    if how == "shape":
+        return platform.all_reduce(torch.ones(2 + rank), None)
+    if how == "dtype":
+        return platform.all_gather_into_tensor(torch.ones(2, dtype=[torch.float32, torch.float64][rank]), None)
+    if how == "op":
+        return platform.reduce_scatter_tensor(torch.ones(2), None, op=["sum", "max"][rank])
+    if how == "source":
+        return platform.broadcast(torch.ones(2), rank, None)
+    if how == "splits":
+        return platform.differentiable_all_to_all_single(torch.ones(4), [1, 3], [[1, 2], [3, 2]][rank], None)
+    if how == "exchange":
+        return platform.all_to_all_single(torch.ones(4 + 2 * rank), (4 + 2 * rank,), None)
+    return platform.barrier() if rank else platform.all_gather_object([None, None], 1)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "op", "source", "splits", "exchange", "call"])
+@on_ranks(2)
+def test_checked_collectives_say_on_every_rank_what_does_not_fit(how):
+    platform = get_platform()
+    with platform.checked_collectives():
+        with pytest.raises(ValueError, match="the ranks do not agree: rank 0 calls .*; rank 1 calls ") as raised:
+            disagree(platform, platform.get_rank(), how)
+        if how == "shape":
+            assert "rank 1 calls all_reduce(sum, float32, (3,))" in str(raised.value)
+        # What fits goes on, and the groups are as good as before.
+        assert platform.all_reduce(torch.ones(1), None).item() == 2
+        splits = [[1, 2], [0, 1]]
+        rank = platform.get_rank()
+        received = platform.differentiable_all_to_all_single(
+            torch.full((sum(splits[rank]),), float(rank)), splits[rank], [splits[0][rank], splits[1][rank]], None
+        )
+        assert received.tolist() == [[0.0], [0.0, 0.0, 1.0]][rank]
+    assert platform.all_reduce(torch.ones(1), None).item() == 2
+
+
+@on_ranks(2)
+def test_checks_are_off_unless_asked_for():
+    from hyper_parallel.platform.torch import TorchPlatform
+
+    assert not get_platform()._checks_collectives
+    for value, on in (("1", True), ("0", False), ("", False)):
+        os.environ["HYPER_PARALLEL_CHECK"] = value
+        assert TorchPlatform()._checks_collectives is on

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.platform import REDUCE_OPS
+from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
 from hyper_parallel.platform.torch.groups import Groups
 
@@ -37,6 +38,7 @@ class Collectives(Groups):
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         resolved = self._group("barrier", group)
+        self._agree(Call("barrier"), resolved)
         work = self._call("barrier", resolved, lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids))
         handle = Handle(work, "barrier", resolved)
         if async_op:
@@ -48,6 +50,7 @@ class Collectives(Groups):
         group = self._group("all_reduce", group_info)
         check_tensor("all_reduce", data)
         check_reducible("all_reduce", data, op, group)
+        self._agree(Call.on("all_reduce", data, op), group)
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = data.detach().contiguous()
         native = _REDUCE_OP[_BOOL_OP.get(op, op) if data.dtype is torch.bool else op]
@@ -58,6 +61,7 @@ class Collectives(Groups):
     def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
         group = self._group("all_gather_into_tensor", group_info)
         check_tensor("all_gather_into_tensor", data)
+        self._agree(Call.on("all_gather_into_tensor", data), group)
         source = data.detach().contiguous()
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
@@ -76,6 +80,7 @@ class Collectives(Groups):
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
             raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
+        self._agree(Call.on(call, data, op), group)
         source = data.detach().contiguous()
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
         if not _on_gloo(group, data):
@@ -115,6 +120,7 @@ class Collectives(Groups):
         resolved = self._group("broadcast", group)
         check_tensor("broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
+        self._agree(Call.on("broadcast", data, f"src {src}"), resolved)
         buffer = data.detach().contiguous()
         work = self._call(
             "broadcast",
@@ -162,6 +168,7 @@ class Collectives(Groups):
                 f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
                 f"{len(object_list)}"
             )
+        self._agree(Call("all_gather_object"), resolved)
         self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
@@ -176,6 +183,10 @@ class Collectives(Groups):
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, Handle]:
         """Starts an all-to-all along dim 0; returns the output and its handle."""
+        if output_splits is None or input_splits is None:
+            self._agree(Call.on(call, source, f"to {tuple(shape)}"), group)
+        else:  # the sizes along dim 0 may differ, but must fit crosswise
+            self._agree(Call(call, (source.dtype, *source.shape[1:]), tuple(input_splits), tuple(output_splits)), group)
         source = source.detach().contiguous()
         output = source.new_empty(tuple(shape))
         work = self._call(
@@ -191,6 +202,10 @@ class Collectives(Groups):
             ),
         )
         return output, Handle(work, call, group)
+
+    def _agree(self, call: Call, group: dist.ProcessGroup) -> None:
+        if self._checks_collectives:
+            self._call(call.name, group, lambda: require_agreement(call, group))
 
     def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any], peer: int | None = None) -> Any:
         try:
