@@ -67,7 +67,7 @@ class DTensorBase(torch.Tensor):
         return cls.dispatch(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
         raise TypeError(f"{func}: reached the wrapper of a {cls.__name__} below the level where operators are caught")
 
