@@ -54,6 +54,7 @@ def _run(payload: bytes, platform: Platform, rank: int, world_size: int, store: 
                 timeout=job.seconds,
             )
             try:
+                platform.barrier()  # a rank that is done at once must not leave while others still connect to it
                 value = job.target.load()(*job.args, **job.kwargs)
                 platform.wait_grad_handle()
             finally:
