@@ -21,7 +21,7 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 demo: $(STAMP)  ## four processes show the platform at work
-	$(BIN)/python examples/platform_tour.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
 test: check  ## formatting, lint, types and all tests
 	$(BIN)/python -m pytest

@@ -29,7 +29,7 @@ def equal(actual, expected):
 
 
 def check_on_this_rank(collective, simulate, inputs, rank):
-    """Compares a collective with ``simulate``, which computes every rank's output from every rank's input in one process.
+    """Compares a collective with ``simulate``: every rank's output from every rank's input, in one process.
 
     Forward, and the gradient of a randomly weighted sum over all ranks: what this rank's input owes to every output.
     """

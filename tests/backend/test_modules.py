@@ -70,6 +70,16 @@ def test_finding_a_parameter(platform, prefix):
     assert parameter is model.blocks[0].bias
 
 
+def test_finding_a_parameter_behind_wrappers(platform):
+    model = nn.Sequential(platform.swap_wrapper(platform.ckpt_wrapper(nn.Linear(2, 2))))
+    owner, name, parameter = platform.search_parameter_by_name(model, "0.weight")
+    assert parameter is dict(model.named_parameters())["0.weight"]
+    new = nn.Parameter(torch.zeros(2, 2))
+    platform.update_parameter_by_name(model, (owner, name, parameter), new)
+    assert model.state_dict()["0.weight"].eq(0).all()
+    assert dict(model.named_parameters())["0.weight"] is new
+
+
 @pytest.mark.parametrize("name", ["", "blocks", "blocks.1.bias", "nowhere.weight", "steps", "blocks.0.weight.data"])
 def test_what_is_no_parameter_is_not_found(platform, name):
     assert platform.search_parameter_by_name(Tied(), name) is None
@@ -124,6 +134,26 @@ def test_a_parameter_with_a_layout_holds_its_shard():
     assert not frozen.requires_grad
     with pytest.raises(TypeError, match=r"add: DTensorBase has no rules for operators; call to_local\(\)"):
         torch.add(sharded, 1)
+
+
+@on_ranks(4)
+def test_a_layout_may_come_before_the_data():
+    platform = get_platform()
+    rank = platform.get_rank()
+    torch.manual_seed(2)
+    reference = nn.Linear(3, 6)
+    torch.manual_seed(2)
+    with platform.init_on_device(platform.meta_device):
+        layer = nn.Linear(3, 6)
+    found = platform.search_parameter_by_name(layer, "weight")
+    sharded = platform.set_layout_into_parameter(found[2], Rows(rank, 4))
+    platform.update_parameter_by_name(layer, found, sharded)
+    platform.init_parameters(layer, 0)
+    assert layer.weight.shape == (6, 3)
+    shard = platform.get_param_local_data(layer.weight)
+    assert torch.equal(shard, platform.chunk(reference.weight.detach(), 0, 4, rank))
+    assert shard.untyped_storage().nbytes() == shard.nbytes  # the rest of the parameter is not held on to
+    assert torch.equal(layer.bias, reference.bias)
 
 
 def test_loading_and_replacing_data_keeps_the_parameter(platform):

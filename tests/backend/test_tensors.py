@@ -198,7 +198,7 @@ def test_streams_and_events_exist_and_do_what_is_right(platform):
 
 
 def test_profiler_shows_the_name(platform):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with platform.profiler_record("a step of ours"):
-            torch.ones(2) + 1
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile, platform.profiler_record("a step of ours"):
+        torch.ones(2) + 1
     assert "a step of ours" in {event.key for event in profile.key_averages()}

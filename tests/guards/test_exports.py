@@ -10,7 +10,7 @@ from guards.sources import PACKAGE, is_package, modules
 
 
 def public_names(tree, package):
-    """Names that a module's top level binds and that do not start with an underscore; its own submodules do not count."""
+    """Names that a module's top level binds and that do not start with an underscore."""
     names = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

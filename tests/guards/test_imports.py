@@ -147,7 +147,7 @@ def test_control_an_upward_import_is_found(tree, file, text):
 def test_control_downward_imports_pass(tree):
     package = tree(
         {
-            "core/dtensor/a.py": "from hyper_parallel.platform import x\nfrom . import b\nfrom .b import c\nimport torch",
+            "core/dtensor/a.py": "from hyper_parallel.platform import x\nfrom . import b\nfrom .b import c",
             "core/tensor_parallel/a.py": "from hyper_parallel.core.dtensor import a\nimport numpy",
         }
     )

@@ -250,8 +250,6 @@ def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessG
 
 def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
     """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces."""
-    if pieces.dtype is torch.bool:
-        op = _BOOL_OP.get(op, op)
     if op == "sum":
         result = torch.sum(pieces, 0, dtype=pieces.dtype)  # dtype: sum() and prod() widen small integers
     elif op == "avg":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.tensors import Tensors
 
 _FORMATS = ("safetensors", "pt")
@@ -35,6 +36,8 @@ class Modules(Tensors):
             owner = cell.get_submodule(path)
         except AttributeError:
             return None
+        while isinstance(owner, Wrapper):  # recompute and swap go by the wrapped module's names
+            owner = owner.inner
         param = owner._parameters.get(name)
         return None if param is None else (owner, name, param)
 
@@ -53,7 +56,8 @@ class Modules(Tensors):
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
             raise ValueError(f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
-        shard = param.detach()[tuple(layout.local_slices(tuple(param.shape)))].clone()
+        shard = param.detach()[tuple(layout.local_slices(tuple(param.shape)))]
+        shard = shard if shard.is_meta else shard.clone()  # without data, a view keeps what init_parameters must know
         return nn.Parameter(self.DTensorBase(shard, layout, param.shape), requires_grad=param.requires_grad)
 
     def get_param_local_shape(self, param: Any) -> Any:

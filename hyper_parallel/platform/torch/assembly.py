@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the contract on torch put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.platform import PlatformType
+from hyper_parallel.platform.torch.deferred_init import DeferredInit
+from hyper_parallel.platform.torch.differentiable import Differentiable
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase
+from hyper_parallel.platform.torch.gradients import Gradients
+from hyper_parallel.platform.torch.modules import Modules
+from hyper_parallel.platform.torch.recompute import Recompute
+
+
+class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit):
+    """PyTorch as the core sees it."""
+
+    Tensor = torch.Tensor
+    tensor = staticmethod(torch.tensor)
+    Parameter = torch.nn.Parameter
+    Module = torch.nn.Module
+    DTensorBase = DTensorBase
+    Function = torch.autograd.Function
+    PipelineStageBase = torch.nn.Module
+    platform_type = PlatformType.PYTORCH
+    tensor_dtype = torch
+
+    def get_symmetric_memory_handler(self) -> Any:
+        """Untested on hardware: CUDA's symmetric memory."""
+        from hyper_parallel.platform.torch.symmetric_memory import SymmetricMemoryHandler
+
+        return SymmetricMemoryHandler(self)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README, the examples and the generated pages say what is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import platform_table
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_on_four_processes(example):
+    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = subprocess.run([*command, example], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for rank in range(4):
+        assert f"rank {rank}" in run.stdout
+
+
+def test_the_first_example_stands_in_the_readme():
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block == (ROOT / "examples/first.py").read_text()
+
+
+def test_the_readmes_commands_are_targets():
+    commands = set(re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= commands <= targets
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        if "://" not in link:
+            assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_python_in_the_testing_page_runs_on_ranks(tmp_path):
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)
+    (tmp_path / "test_page.py").write_text(block)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "2 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_the_table_of_the_contract_is_current():
+    assert platform_table.PAGE.read_text() == platform_table.page(*platform_table.rows()), "run make docs"
+
+
+def test_every_method_of_the_contract_is_tested_and_described():
+    methods, _ = platform_table.rows()
+    assert [method.name for method in methods.values() if not method.tests] == []
+    assert [method.name for method in methods.values() if len(method.summary) < 10] == []
+
+
+def test_control_an_untested_method_is_found(tmp_path):
+    (tmp_path / "test_little.py").write_text("def test_a():\n    platform.get_rank()\n    other.all_reduce()\n")
+    methods, functions = platform_table.rows(tests=tmp_path)
+    assert functions == 1
+    assert [name for name, method in methods.items() if method.tests] == ["get_rank"]
+    assert "**nowhere**" in platform_table.page(methods, functions)
+
+
+def test_what_no_hardware_has_seen_is_named():
+    methods, _ = platform_table.rows()
+    for name in ("new_stream", "async_save_on_cpu", "get_symmetric_memory_handler", "empty_like"):
+        assert methods[name].untested, name
+
+
+def test_signatures_of_the_contract_are_whole():
+    """Every method of the abstract class exists, with that signature, on the torch platform."""
+    import inspect
+
+    from hyper_parallel.platform import Platform
+    from hyper_parallel.platform.torch import TorchPlatform
+
+    assert not TorchPlatform.__abstractmethods__
+    for name in platform_table.contract_methods(platform_table.CONTRACT.read_text()):
+        promised, real = (inspect.getattr_static(owner, name) for owner in (Platform, TorchPlatform))
+        if isinstance(promised, property):
+            assert isinstance(real, property), name
+            continue
+        assert list(inspect.signature(promised).parameters) == list(inspect.signature(real).parameters), name
+        assert "NotImplementedError" not in inspect.getsource(real), name
