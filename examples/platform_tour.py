@@ -36,12 +36,12 @@ say("An exchange of uneven pieces, and the gradient back", f"sent {sends}, got {
 torch.manual_seed(0)
 with platform.init_on_device(platform.meta_device):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-before = platform.get_tensor_storage_size(model[0].weight) if not model[0].weight.is_meta else 0
+before = model[0].weight.device
 platform.init_parameters(model, 0)
 torch.manual_seed(0)
 reference = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 same = all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-say("Parameters made without memory, then drawn as on one device", f"{before} bytes before, bit-equal after: {same}")
+say("Parameters made without memory, then drawn as on one device", f"on {before} before, bit-equal after: {same}")
 
 # Data parallel by hand: each rank a quarter of the batch, gradients averaged while backward still runs.
 batch, target = torch.randn(8, 16), torch.randn(8, 4)

@@ -39,15 +39,20 @@ class Recompute(Platform):
         return CheckpointWrapper(module, checkpoint_fn, **checkpoint_fn_kwargs)
 
     def swap_wrapper(self, module: Any, policy_fn: Callable[[Any], bool] | None = None) -> SwapWrapper:
+        """Untested on hardware: copies on a side stream, into pinned memory."""
         return SwapWrapper(module, policy_fn)
 
     def create_selective_checkpoint_contexts(
         self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
     ) -> tuple[Any, Any]:
-        """As torch's, with MUST_SWAP; in-place operators always run again, and saved draws keep their place."""
+        """As torch's, with MUST_SWAP; in-place operators always run again, and saved draws keep their place.
+
+        Untested on hardware: MUST_SWAP's copies on a side stream, and the generator of an accelerator.
+        """
         return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     def async_save_on_cpu(self, policy_fn: Callable[[Any], bool] | None = None) -> SwapToHost:
+        """Untested on hardware: copies on a side stream, into pinned memory."""
         return SwapToHost(policy_fn)
 
 
