@@ -34,14 +34,12 @@ def measure(elements):
     platform = get_platform()
     ranks = platform.get_world_size()
     x = torch.randn(elements)
-    piece = torch.empty(elements // ranks)
-    whole = torch.empty(elements * ranks)
     strided = torch.randn(elements, 2)[:, 0]
     rounds = ROUNDS if elements > 1 << 16 else 10 * ROUNDS
     return {
         "reduce_scatter": interleaved(
             {
-                "torch": lambda: dist.reduce_scatter_single(piece, x),
+                "torch": lambda: dist.reduce_scatter_single(torch.empty(elements // ranks), x),
                 "platform": lambda: platform.reduce_scatter_tensor(x, None),
             },
             rounds,
@@ -51,7 +49,7 @@ def measure(elements):
         ),
         "all_gather": interleaved(
             {
-                "torch": lambda: dist.all_gather_single(whole, x),
+                "torch": lambda: dist.all_gather_single(torch.empty(elements * ranks), x),
                 "platform": lambda: platform.all_gather_into_tensor(x, None),
             },
             rounds,

@@ -70,6 +70,42 @@ def test_all_reduce_and_reduce_scatter(op, async_op):
         torch.testing.assert_close(data, of_rank(rank, dtype))  # the input is left alone
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (130, 127), (1 << 15,)])  # 64 KiB of float32, a little more, and twice
+@on_ranks(4)
+def test_large_and_small_tensors_take_different_ways_to_one_result(shape):
+    platform = get_platform()
+    rank = platform.get_rank()
+    for dtype in (torch.float32, torch.int64, torch.int16):
+        everyone = [of_rank(r, dtype, shape) for r in range(4)]
+        torch.testing.assert_close(platform.all_gather_into_tensor(everyone[rank], None), torch.cat(everyone))
+        if dtype is not torch.int16:
+            total = torch.stack(everyone).sum(0)
+            torch.testing.assert_close(platform.all_reduce(everyone[rank].clone(), None), total)
+
+
+@on_ranks(2)
+def test_collectives_do_not_take_the_users_messages():
+    platform = get_platform()
+    rank = platform.get_rank()
+    waiting = torch.zeros(1 << 15)
+    receive = platform.irecv(waiting, 1 - rank)
+    mine = torch.full((1 << 15,), float(rank))
+    assert platform.all_gather_into_tensor(mine, None).view(2, -1)[:, 0].tolist() == [0.0, 1.0]
+    send = platform.isend(mine + 10, 1 - rank)
+    receive.wait()
+    send.wait()
+    assert waiting[0].item() == 11 - rank
+
+
+@on_ranks(4)
+def test_every_rank_gets_the_same_bits():
+    platform = get_platform()
+    for count in (100, 1 << 15):
+        data = torch.randn(count, generator=torch.Generator().manual_seed(platform.get_rank()))
+        result = platform.all_reduce(data, None)
+        assert len({tuple(r.tolist()) for r in platform.all_gather_into_tensor(result, None).chunk(4)}) == 1
+
+
 @on_ranks(2)
 def test_reductions_of_bools_are_any_and_all():
     platform = get_platform()

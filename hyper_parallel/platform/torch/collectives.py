@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.platform import REDUCE_OPS
+from hyper_parallel.platform.torch import gloo
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
 from hyper_parallel.platform.torch.groups import Groups
@@ -22,15 +23,6 @@ _REDUCE_OP = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-
-# For bools a sum is "any" and a product "all", as in torch.
-_BOOL_OP = {"sum": "max", "prod": "min"}
-
-# What gloo can carry; data of any other dtype travels as bytes, and cannot be reduced.
-_GLOO_DTYPES = {
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
-    torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
 
 
 class Collectives(Groups):
@@ -53,7 +45,15 @@ class Collectives(Groups):
         self._agree(Call.on("all_reduce", data, op), group)
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = data.detach().contiguous()
-        native = _REDUCE_OP[_BOOL_OP.get(op, op) if data.dtype is torch.bool else op]
+        if gloo.is_used(group, data) and gloo.is_small(data):
+            pieces = buffer.new_empty((group.size(), *buffer.shape))
+            work = self._call("all_reduce", group, lambda: gloo.all_gather(pieces, buffer, group))
+            return self._result(
+                data,
+                Handle(work, "all_reduce", group, lambda: _copy_into(data, gloo.reduce_pieces(pieces, op))),
+                async_op,
+            )
+        native = _REDUCE_OP[gloo.BOOL_OP.get(op, op) if data.dtype is torch.bool else op]
         work = self._call("all_reduce", group, lambda: dist.all_reduce(buffer, native, group, async_op=True))
         finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
         return self._result(data, Handle(work, "all_reduce", group, finish), async_op)
@@ -65,10 +65,11 @@ class Collectives(Groups):
         source = data.detach().contiguous()
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
+        gather = gloo.all_gather if gloo.is_used(group, data) else _native_all_gather
         work = self._call(
             "all_gather_into_tensor",
             group,
-            lambda: dist.all_gather_single(_carried(output, group), _carried(source, group), group, async_op=True),
+            lambda: gather(gloo.carried(output, group), gloo.carried(source, group), group),
         )
         return self._result(output, Handle(work, "all_gather_into_tensor", group), async_op)
 
@@ -83,17 +84,16 @@ class Collectives(Groups):
         self._agree(Call.on(call, data, op), group)
         source = data.detach().contiguous()
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
-        if not _on_gloo(group, data):
+        if not gloo.is_used(group, data):
             work = self._call(
                 call,
                 group,
                 lambda: dist.reduce_scatter_single(output, source, _REDUCE_OP[op], group, async_op=True),
             )
             return self._result(output, Handle(work, call, group), async_op)
-        # On gloo an exchange and a local reduction in rank order give the same numbers in less time.
         pieces = source.new_empty((size, *output.shape))
         work = self._call(call, group, lambda: dist.all_to_all_single(pieces, source, group=group, async_op=True))
-        return self._result(output, Handle(work, call, group, lambda: reduce_pieces(pieces, op, output)), async_op)
+        return self._result(output, Handle(work, call, group, lambda: gloo.reduce_pieces(pieces, op, output)), async_op)
 
     def all_to_all_single(
         self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
@@ -125,7 +125,7 @@ class Collectives(Groups):
         work = self._call(
             "broadcast",
             resolved,
-            lambda: dist.broadcast(_carried(buffer, resolved), src, resolved, async_op=True),
+            lambda: dist.broadcast(gloo.carried(buffer, resolved), src, resolved, async_op=True),
         )
         finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
         return self._result(data, Handle(work, "broadcast", resolved, finish), async_op)
@@ -136,7 +136,7 @@ class Collectives(Groups):
         self._check_peer("isend", "dst", dst, resolved)
         source = tensor.detach().contiguous()
         call = f"isend to rank {dst}"
-        work = self._call(call, resolved, lambda: dist.isend(_carried(source, resolved), dst, resolved, tag))
+        work = self._call(call, resolved, lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag))
         return Handle(work, call, resolved, peer=dst)
 
     def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
@@ -146,7 +146,7 @@ class Collectives(Groups):
             self._check_peer("irecv", "src", src, resolved)
         buffer = tensor.detach().contiguous()
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
-        work = self._call(call, resolved, lambda: dist.irecv(_carried(buffer, resolved), src, resolved, tag))
+        work = self._call(call, resolved, lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag))
         finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
         return Handle(work, call, resolved, finish, peer=src)
 
@@ -193,8 +193,8 @@ class Collectives(Groups):
             call,
             group,
             lambda: dist.all_to_all_single(
-                _carried(output, group),
-                _carried(source, group),
+                gloo.carried(output, group),
+                gloo.carried(source, group),
                 output_splits and list(output_splits),
                 input_splits and list(input_splits),
                 group=group,
@@ -244,36 +244,14 @@ def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessG
         raise ValueError(f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide")
     if data.is_complex() and op in ("max", "min", "prod"):
         raise ValueError(f"{call}: {op} is not defined for {data.dtype}")
-    if _on_gloo(group, data) and data.dtype not in _GLOO_DTYPES:
-        raise ValueError(f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, _GLOO_DTYPES))}")
-
-
-def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
-    """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces."""
-    if op == "sum":
-        result = torch.sum(pieces, 0, dtype=pieces.dtype)  # dtype: sum() and prod() widen small integers
-    elif op == "avg":
-        result = torch.mean(pieces, 0)
-    elif op == "max":
-        result = torch.amax(pieces, 0)
-    elif op == "min":
-        result = torch.amin(pieces, 0)
-    else:
-        result = torch.prod(pieces, 0, dtype=pieces.dtype)
-    return result if output is None else output.copy_(result)
-
-
-def _on_gloo(group: dist.ProcessGroup, data: torch.Tensor) -> bool:
-    return data.device.type == "cpu" and "gloo" in dist.get_backend_config(group)
-
-
-def _carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor itself, or, for a dtype that gloo does not know, its bytes."""
-    if tensor.dtype in _GLOO_DTYPES or not _on_gloo(group, tensor):
-        return tensor
-    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8)
+    if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
+        raise ValueError(f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}")
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+def _native_all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    return dist.all_gather_single(output, source, group, async_op=True)

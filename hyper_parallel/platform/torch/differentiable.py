@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from hyper_parallel.platform.torch import gloo
 from hyper_parallel.platform.torch.collectives import (
     Collectives,
     check_reducible,
     check_tensor,
-    reduce_pieces,
 )
 from hyper_parallel.platform.torch.faults import Handle
 from hyper_parallel.platform.transform import chunk_sizes
@@ -218,7 +218,7 @@ class Differentiable(Collectives):
             group,
         )
         work.wait()
-        return reduce_pieces(received.view(len(sizes), *mine), op)
+        return gloo.reduce_pieces(received.view(len(sizes), *mine), op)
 
 
 class _AllReduce(Function):
