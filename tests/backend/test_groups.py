@@ -24,6 +24,13 @@ def test_one_process_without_a_group():
     platform.destroy_process_group()  # nothing to leave
 
 
+def test_a_program_that_was_not_launched_is_told_how(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK expected, but not set.* Start the program with torchrun"):
+        get_platform().init_process_group()
+
+
 @on_ranks(4)
 def test_ranks_of_the_default_group():
     platform = get_platform()

@@ -78,7 +78,14 @@ class Groups(Platform):
                 pg_options=pg_options,
                 device_id=device_id,
             )
-        except (dist.DistError, *BACKEND_ERRORS) as error:
+        except ValueError as error:
+            if "environment variable" not in str(error):
+                raise
+            raise ValueError(
+                f"init_process_group: {error}. Start the program with torchrun, or pass rank=, world_size= and "
+                "init_method= or store="
+            ) from error
+        except BACKEND_ERRORS as error:
             raise CommunicationError(
                 f"init_process_group: rank {rank if rank >= 0 else '(from the environment)'} could not join the job of "
                 f"{world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank was started "
