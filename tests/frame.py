@@ -4,6 +4,15 @@
 import numpy as np
 import torch
 
+# What a reduction over the ranks gives, from their tensors stacked.
+REDUCTIONS = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0),
+}
+
 
 def draw(*shape, seed=0):
     """Numbers of both signs without ties, the same on every rank for the same seed."""

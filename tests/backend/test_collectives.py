@@ -5,6 +5,7 @@ import math
 import os
 import time
 
+import frame
 import pytest
 import torch
 
@@ -30,22 +31,13 @@ def of_rank(rank, dtype=torch.float32, shape=(4, 3)):
     return ((torch.arange(count) * 3 + rank * 2) % 5).reshape(shape).to(dtype)
 
 
-REDUCTIONS = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "prod": lambda x: x.prod(0),
-}
-
-
 def reduced(op, dtype, ranks):
     stacked = torch.stack([of_rank(r, dtype) for r in ranks])
-    return REDUCTIONS[op](stacked).to(dtype)
+    return frame.REDUCTIONS[op](stacked).to(dtype)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("op", sorted(REDUCTIONS))
+@pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))
 @on_ranks(4)
 def test_all_reduce_and_reduce_scatter(op, async_op):
     platform = get_platform()

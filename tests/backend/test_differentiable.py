@@ -8,26 +8,18 @@ import torch
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.testing import on_ranks
 
-REDUCTIONS = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "prod": lambda x: x.prod(0),
-}
-
 
 def same_shapes(count, *shape):
     return [frame.draw(*shape, seed=r) for r in range(count)]
 
 
-@pytest.mark.parametrize("op", sorted(REDUCTIONS))
+@pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))
 @on_ranks(4)
 def test_all_reduce(op):
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_reduce(x, op, None),
-        lambda xs: [REDUCTIONS[op](torch.stack(xs))] * 4,
+        lambda xs: [frame.REDUCTIONS[op](torch.stack(xs))] * 4,
         same_shapes(4, 3, 2),
         platform.get_rank(),
     )
@@ -84,7 +76,7 @@ def test_all_gather_of_uneven_pieces(dim, sizes):
     )
 
 
-@pytest.mark.parametrize("op", sorted(REDUCTIONS))
+@pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))
 @pytest.mark.parametrize("rows", [8, 7, 3])
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(4)
@@ -92,7 +84,7 @@ def test_reduce_scatter_even_uneven_and_with_empty_pieces(dim, rows, op):
     platform = get_platform()
 
     def simulate(xs):
-        whole = REDUCTIONS[op](torch.stack(xs))
+        whole = frame.REDUCTIONS[op](torch.stack(xs))
         return [platform.chunk(whole, dim, 4, r) for r in range(4)]
 
     frame.check_on_this_rank(

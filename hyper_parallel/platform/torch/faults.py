@@ -49,6 +49,7 @@ class Handle:
         """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
         if self._work is not None:
             work, self._work = self._work, None
+            _keep_lookout()
             WAITING[threading.get_ident()] = (self._collective, self._group, time.monotonic())
             try:
                 work.wait()
@@ -93,18 +94,14 @@ class Lookout(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="hyper_parallel-lookout", daemon=True)
-        self._ended = threading.Event()
 
     def run(self) -> None:
-        """Looks around until ``end()``."""
-        while not self._ended.wait(LOOK_SECONDS):
+        """Looks around as long as there is a job."""
+        while dist.is_initialized():
+            time.sleep(LOOK_SECONDS)
             for collective, group, since in list(WAITING.values()):
                 if time.monotonic() - since > LOOK_SECONDS:
                     self._note(collective, group)
-
-    def end(self) -> None:
-        """Stops looking."""
-        self._ended.set()
 
     def _note(self, collective: str, group: dist.ProcessGroup) -> None:
         try:
@@ -116,6 +113,15 @@ class Lookout(threading.Thread):
 
 
 _FAILED = "failed"
+_lookout: Lookout | None = None
+
+
+def _keep_lookout() -> None:
+    """Starts the thread if it does not run: also for a job that was joined without our init_process_group."""
+    global _lookout  # noqa: PLW0603 - one thread a process
+    if _lookout is None or not _lookout.is_alive():
+        _lookout = Lookout()
+        _lookout.start()
 
 
 def _exchange_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str] | None:

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from hyper_parallel.platform import platform as contract
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Lookout, explain_group
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, explain_group
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -26,7 +26,6 @@ class Groups(Platform):
         super().__init__()
         self._timeout: timedelta | None = None
         self._generations: Counter[tuple[int, ...]] = Counter()
-        self._lookout: Lookout | None = None
         self._epoch = 0  # how often this process has joined the job of the present store; 0: not asked yet
 
     def get_rank(self) -> int:
@@ -91,16 +90,12 @@ class Groups(Platform):
                 f"{world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank was started "
                 "and reaches the same address; timeout= says how long to wait."
             ) from error
-        self._lookout = Lookout()
-        self._lookout.start()
 
     def destroy_process_group(self, group: Any = None) -> None:
         if not dist.is_initialized():
             return
         resolved = self._group("destroy_process_group", group)
         if resolved is dist.group.WORLD:
-            if self._lookout is not None:
-                self._lookout.end()
             dist.destroy_process_group()
             self._generations.clear()
             self._epoch = 0
