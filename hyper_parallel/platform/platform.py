@@ -256,6 +256,10 @@ class Platform(ABC):
         """Reduces over the group; backward is the adjoint (max and min send the gradient to the elements that won)."""
 
     @abstractmethod
+    def reduction_gradient(self, op: str, grad: Any, data: Any, result: Any, group: Any) -> Any:
+        """The gradient of this rank's ``data``, given that of the reduction's ``result`` over the group."""
+
+    @abstractmethod
     def differentiable_all_gather_concat(
         self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
     ) -> Any:

@@ -50,6 +50,19 @@ def test_gradient_of_a_product_with_zeros(zeros):
     )
 
 
+@pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))
+@on_ranks(4)
+def test_gradient_of_a_reduction_whose_result_everyone_has(op):
+    platform = get_platform()
+    rank = platform.get_rank()
+    parts = [frame.leaf(x) for x in same_shapes(4, 3)]
+    result = frame.REDUCTIONS[op](torch.stack(parts))
+    weight = torch.tensor(frame.draw(3, seed=50))
+    frame.backward([result], [weight])
+    own = platform.reduction_gradient(op, weight, parts[rank].detach(), result.detach(), None)
+    frame.equal(own, parts[rank].grad)
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @on_ranks(4)
 def test_all_gather_concat(dim):

@@ -91,3 +91,12 @@ def test_signatures_of_the_contract_are_whole():
             continue
         assert list(inspect.signature(promised).parameters) == list(inspect.signature(real).parameters), name
         assert "NotImplementedError" not in inspect.getsource(real), name
+
+
+def test_the_plan_in_the_architecture_page_is_what_is_printed():
+    from hyper_parallel import Layout
+    from hyper_parallel.core.dtensor.redistribution import plan
+
+    layout = Layout((2, 4), ("dp", "tp"))
+    text = plan(layout("tp", "None"), layout(("dp", "tp"), "None"), (1024, 1024)).explain()
+    assert text in (ROOT / "docs/architecture.md").read_text()

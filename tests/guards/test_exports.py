@@ -52,18 +52,6 @@ def test_all_is_sorted_and_complete(name):
     assert export_problems(importlib.import_module(name), name, modules(PACKAGE)[name]) == []
 
 
-def test_the_public_names_are_what_users_rely_on():
-    import hyper_parallel
-
-    assert hyper_parallel.__all__ == [
-        "CheckpointPolicy",
-        "CommunicationError",
-        "Platform",
-        "PlatformType",
-        "get_platform",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

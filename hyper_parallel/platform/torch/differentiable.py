@@ -43,6 +43,22 @@ class Differentiable(Collectives):
         check_reducible("differentiable_all_reduce", data, op, resolved)
         return _AllReduce.apply(data, op, resolved, self)
 
+    def reduction_gradient(self, op: str, grad: Any, data: Any, result: Any, group: Any) -> Any:
+        resolved = self._group("reduction_gradient", group)
+        if op == "sum":
+            return grad
+        if op == "avg":
+            return grad / resolved.size()
+        if op in ("max", "min"):
+            won = (data == result).to(grad.dtype)
+            return grad * won / self.all_reduce(won.clone(), resolved)  # ties share, as in torch.amax
+        # The product of the others: the result divided by this rank's data would fail where that is zero.
+        is_zero = data == 0
+        zeros = self.all_reduce(is_zero.to(torch.int32), resolved)
+        of_nonzero = self.all_reduce(torch.where(is_zero, 1, data), resolved, op="prod")
+        others = torch.where(is_zero, of_nonzero, of_nonzero / torch.where(is_zero, 1, data))
+        return grad * torch.where(zeros == is_zero.to(torch.int32), others, 0)
+
     def differentiable_all_gather_concat(
         self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
     ) -> Any:
@@ -234,7 +250,8 @@ class _AllReduce(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         # Every rank's result depends on this rank's data, so their gradients add up.
         total = _AllReduce.apply(grad, "sum", ctx.group, ctx.platform)
-        return _adjoint_of_reduction(ctx, total, *ctx.saved_tensors), None, None, None
+        data, result = ctx.saved_tensors or (None, None)
+        return ctx.platform.reduction_gradient(ctx.op, total, data, result, ctx.group), None, None, None
 
 
 class _AllGather(Function):
@@ -278,26 +295,10 @@ class _ReduceScatter(Function):
         def gather(piece: torch.Tensor) -> Any:
             return _AllGather.apply(piece, ctx.dim, ctx.sizes, ctx.group, ctx.platform)
 
-        saved = ctx.saved_tensors
-        whole = (saved[0], gather(saved[1])) if saved else ()
-        return _adjoint_of_reduction(ctx, gather(grad), *whole), None, None, None, None, None
-
-
-def _adjoint_of_reduction(ctx: Any, grad: torch.Tensor, data: Any = None, result: Any = None) -> torch.Tensor:
-    """The gradient of this rank's ``data``, given the gradient of the reduction's ``result``, both of data's shape."""
-    if ctx.op == "sum":
-        return grad
-    if ctx.op == "avg":
-        return grad / ctx.group.size()
-    if ctx.op in ("max", "min"):
-        won = (data == result).to(grad.dtype)
-        return grad * won / ctx.platform.all_reduce(won.clone(), ctx.group)  # ties share, as in torch.amax
-    # The product of the others: the result divided by this rank's data would fail where that is zero.
-    is_zero = data == 0
-    zeros = ctx.platform.all_reduce(is_zero.to(torch.int32), ctx.group)
-    of_nonzero = ctx.platform.all_reduce(torch.where(is_zero, 1, data), ctx.group, op="prod")
-    others = torch.where(is_zero, of_nonzero, of_nonzero / torch.where(is_zero, 1, data))
-    return grad * torch.where(zeros == is_zero.to(torch.int32), others, 0)
+        data, piece = ctx.saved_tensors or (None, None)
+        result = gather(piece) if piece is not None else None
+        own = ctx.platform.reduction_gradient(ctx.op, gather(grad), data, result, ctx.group)
+        return own, None, None, None, None, None
 
 
 class _AllToAll(Function):

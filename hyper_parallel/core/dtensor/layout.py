@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a tensor lies on a mesh: one placement an axis, or, from the tensor's side, the axes that cut each dim.
+
+    layout = Layout((2, 4), ("dp", "tp"))
+    layout("dp", "None")                     dim 0 is cut along dp
+    layout(("dp", "tp"), "None")             dim 0 is cut along dp, each piece along tp
+    layout([Shard(0), Replicate()])          the same as the first, from the mesh's side
+
+Layouts are values, and equal ones are one object: comparing and hashing them costs nothing. What changes one returns
+another. A layout that is given by placements does not know how many dims a tensor has until ``bind(ndim)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.transform import chunk_sizes
+
+NONE = "None"  # an alias for: no axis cuts this dim
+
+_known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
+
+
+class Layout:
+    """A mesh with placements; without them it is what others are made from by calling it."""
+
+    __slots__ = ("__weakref__", "_dim_axes", "mesh", "ndim", "placements")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]  # one an axis; empty before any are given
+    ndim: int | None  # of the tensors it is for, if that is known
+    _dim_axes: tuple[tuple[int, ...], ...] | None
+
+    def __new__(
+        cls, mesh_shape: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
+    ) -> Layout:
+        shape = tuple(mesh_shape)
+        ranks = tuple(range(math.prod(shape))) if rank_list is None else tuple(rank_list)
+        if len(ranks) != math.prod(shape):
+            raise ValueError(f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}")
+        grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
+        return cls.from_device_mesh(DeviceMesh(get_platform().device_type(), grid, mesh_dim_names=alias_name))
+
+    @staticmethod
+    def from_device_mesh(mesh: DeviceMesh) -> Layout:
+        """The layout of a mesh, without placements yet."""
+        return _interned(mesh, (), None)
+
+    def __call__(self, *specification: Any) -> Layout:
+        """The layout with these placements: one alias a dim, or one list of placements."""
+        if len(specification) == 1 and _is_placements(specification[0]):
+            return _interned(self.mesh, _checked_placements(self.mesh, specification[0]), None)
+        return self._from_aliases(specification)
+
+    def bind(self, ndim: int) -> Layout:
+        """The layout for tensors of ``ndim`` dims: negative dims are resolved, dims out of range are a ValueError."""
+        if self.ndim == ndim:
+            return self
+        if self.ndim is not None:
+            raise ValueError(f"{self} is for tensors of {self.ndim} dims, not of {ndim}")
+        return _interned(self.mesh, tuple(_resolved(self, axis, ndim) for axis in range(self.mesh.ndim)), ndim)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        """The layout on the same mesh, for as many dims, with other placements."""
+        made = _interned(self.mesh, _checked_placements(self.mesh, placements), None)
+        return made if self.ndim is None else made.bind(self.ndim)
+
+    # --- from the mesh's side
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The number of ranks along each axis."""
+        return self.mesh.mesh_shape
+
+    @property
+    def alias_name(self) -> tuple[str, ...]:
+        """The names of the axes; their numbers if they have none."""
+        return self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
+
+    @property
+    def rank_list(self) -> tuple[int, ...]:
+        """All ranks of the mesh, the last axis fastest."""
+        return self.mesh.rank_list
+
+    @property
+    def partial(self) -> list[str | None]:
+        """For each axis the reduction that is pending on it, or None."""
+        return [p.reduce_op if isinstance(p, Partial) else None for p in self._placed("partial")]
+
+    def is_partial(self) -> bool:
+        """Whether a reduction is pending on any axis."""
+        return any(op is not None for op in self.partial) if self.placements else False
+
+    def get_partial_by_dev_id(self, axis: int | str) -> str | None:
+        """The reduction that is pending on an axis, or None."""
+        return self.partial[self._axis(axis)]
+
+    def set_partial_by_dev_axis(self, axis: int | str, op: str) -> Layout:
+        """The layout with a reduction pending on an axis that does not cut the tensor."""
+        index = self._axis(axis)
+        placements = list(self._placed("set_partial_by_dev_axis"))
+        if placements[index].is_shard():
+            raise ValueError(f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it")
+        placements[index] = Partial(op)
+        return self.with_placements(placements)
+
+    def reset_partial(self) -> Layout:
+        """The layout with Replicate where a reduction is pending."""
+        return self.with_placements([Replicate() if p.is_partial() else p for p in self._placed("reset_partial")])
+
+    # --- from the tensor's side
+
+    @property
+    def dim_axes(self) -> tuple[tuple[int, ...], ...]:
+        """For each dim the axes that cut it, the outermost first."""
+        if self._dim_axes is None:
+            raise ValueError(f"{self} was given by placements and does not know its number of dims; bind(ndim) first")
+        return self._dim_axes
+
+    @property
+    def alias_placements(self) -> tuple[str | tuple[str, ...], ...]:
+        """For each dim the names of the axes that cut it, as one calls a layout."""
+        return tuple(_one_or_many([self.alias_name[a] for a in axes], NONE) for axes in self.dim_axes)
+
+    @property
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
+        """For each dim -1, or the axis that cuts it counted from the right, or a tuple of them."""
+        last = self.mesh.ndim - 1
+        return tuple(_one_or_many([last - a for a in axes], -1) for axes in self.dim_axes)
+
+    def placement_to_tensor_map(self, ndim: int) -> tuple[int | tuple[int, ...], ...]:
+        """The tensor map for tensors of ``ndim`` dims."""
+        return self.bind(ndim).tensor_map
+
+    def tensor_map_to_placement(self) -> tuple[Placement, ...]:
+        """The placements that the tensor map says, pending reductions included."""
+        return self.placements
+
+    def get_dim_split_num(self, dim: int) -> int:
+        """Into how many pieces a dim is cut."""
+        return math.prod(self.mesh_shape[axis] for axis in self.dim_axes[dim])
+
+    def get_split_id(self, dim: int) -> int:
+        """Which of the pieces of a dim this rank has."""
+        coordinate, piece = self._coordinate(None), 0
+        for axis in self.dim_axes[dim]:
+            piece = piece * self.mesh_shape[axis] + coordinate[axis]
+        return piece
+
+    def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole if every rank has a shard of this shape; a tensor of uneven shards has another."""
+        bound = self.bind(len(local_shape))
+        return tuple(size * bound.get_dim_split_num(dim) for dim, size in enumerate(local_shape))
+
+    def repeat_num(self) -> int:
+        """How many ranks have the same data."""
+        placed = zip(self.mesh_shape, self._placed("repeat_num"), strict=True)
+        return math.prod(size for size, placement in placed if placement.is_replicate())
+
+    # --- shards
+
+    def shard_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+        """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
+        bound, place = self.bind(len(shape)), self._coordinate(coordinate)
+        return tuple(
+            cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes])
+            for size, axes in zip(shape, bound.dim_axes, strict=True)
+        )
+
+    def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The shape of the shard at a place of the mesh, this rank's if none is given."""
+        return tuple(size for _, size in self.shard_of(shape, coordinate))
+
+    def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """What this rank has of a tensor of that shape."""
+        return tuple(slice(offset, offset + size) for offset, size in self.shard_of(shape))
+
+    # --- as text and data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain values."""
+        return {
+            "mesh_shape": list(self.mesh_shape),
+            "alias_name": list(self.alias_name),
+            "rank_list": list(self.rank_list),
+            "placements": [str(p) for p in self.placements],
+            "tensor_map": None if self._dim_axes is None else list(self.tensor_map),
+            "partial": self.partial if self.placements else None,
+        }
+
+    def to_string(self) -> str:
+        """One line for people."""
+        axes = ", ".join(f"{name}={size}" for name, size in zip(self.alias_name, self.mesh_shape, strict=True))
+        placed = f" [{', '.join(map(str, self.placements))}]" if self.placements else ""
+        return f"Layout({axes}){placed}"
+
+    __repr__ = to_string
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a layout is a value: {name} cannot be set; what changes a layout returns another")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_interned, (self.mesh, self.placements, self.ndim))
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self
+
+    # --- inside
+
+    def _from_aliases(self, specification: tuple[Any, ...]) -> Layout:
+        placed: list[Placement] = [Replicate()] * self.mesh.ndim
+        used: set[str] = set()
+        for dim, entry in enumerate(specification):
+            names = _alias_names(self, entry)
+            for name in names:
+                if name in used:
+                    raise ValueError(f"axis {name!r} is used twice in {specification}; an axis can cut one dim")
+                used.add(name)
+            for axis, placement in _shards(dim, [self._axis(name) for name in names], self.mesh_shape):
+                placed[axis] = placement
+        return _interned(self.mesh, tuple(placed), None).bind(len(specification))
+
+    def _axis(self, axis: int | str) -> int:
+        if isinstance(axis, str):
+            if axis not in self.alias_name:
+                raise ValueError(f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}")
+            return self.alias_name.index(axis)
+        if not isinstance(axis, int) or not -self.mesh.ndim <= axis < self.mesh.ndim:
+            raise ValueError(f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}")
+        return axis % self.mesh.ndim
+
+    def _placed(self, call: str) -> tuple[Placement, ...]:
+        if not self.placements:
+            raise ValueError(f"{call}: {self} has no placements yet; call it with some")
+        return self.placements
+
+    def _coordinate(self, coordinate: Sequence[int] | None) -> Sequence[int]:
+        return self.mesh.own_coordinate(f"a shard of {self}") if coordinate is None else coordinate
+
+
+def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
+    key = (mesh, placements, ndim)
+    found = _known.get(key)
+    if found is None:
+        made = object.__new__(Layout)
+        for name, value in (("mesh", mesh), ("placements", placements), ("ndim", ndim)):
+            object.__setattr__(made, name, value)
+        object.__setattr__(made, "_dim_axes", _ordered_axes(made) if ndim is not None else None)
+        found = _known.setdefault(key, made)
+    return found
+
+
+def _is_placements(entry: Any) -> bool:
+    return isinstance(entry, (list, tuple)) and any(isinstance(item, Placement) for item in entry)
+
+
+def _checked_placements(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Placement, ...]:
+    wrong = [p for p in placements if not isinstance(p, Placement)]
+    if wrong:
+        raise ValueError(f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}")
+    pending = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(pending) > 1:
+        raise ValueError(
+            f"reductions by {' and by '.join(sorted(pending))} cannot be pending together: which is taken first makes "
+            "a difference; reduce one of them before"
+        )
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}")
+    return tuple(placements)
+
+
+def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
+    """The placement with its dim counted from the front."""
+    placement = layout._placed("bind")[axis]
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        name = layout.alias_name[axis]
+        raise ValueError(f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims")
+    dim = placement.dim % ndim
+    return StridedShard(dim, placement.split_factor) if isinstance(placement, StridedShard) else Shard(dim)
+
+
+def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each dim the axes that cut it, outermost first.
+
+    Without StridedShard that is the order of the mesh. A split factor says how many pieces the later axes that come
+    before this one have made; going from the last axis to the first, it tells where this one belongs.
+    """
+    found: list[tuple[int, ...]] = []
+    for dim in range(layout.ndim or 0):
+        order: list[int] = []
+        for axis in reversed(range(layout.mesh.ndim)):
+            placement = layout.placements[axis]
+            if placement.is_shard(dim):
+                order.insert(_position(layout, axis, placement, order), axis)
+        found.append(tuple(order))
+    return tuple(found)
+
+
+def _position(layout: Layout, axis: int, placement: Placement, order: list[int]) -> int:
+    factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+    pieces = 1
+    for position in range(len(order) + 1):
+        if pieces == factor:
+            return position
+        if position < len(order):
+            pieces *= layout.mesh_shape[order[position]]
+    sizes = [layout.mesh_shape[a] for a in order]
+    raise ValueError(
+        f"{layout}: the split factor {factor} on axis {layout.alias_name[axis]!r} is not made by the later axes of "
+        f"that dim, whose sizes are {sizes}"
+    )
+
+
+def _shards(dim: int, axes: Sequence[int], mesh_shape: Sequence[int]) -> list[tuple[int, Shard]]:
+    """(axis, placement) for a dim that is cut by these axes, outermost first."""
+    made: list[tuple[int, Shard]] = []
+    for place, axis in enumerate(axes):
+        factor = math.prod(mesh_shape[other] for other in axes[:place] if other > axis)
+        made.append((axis, Shard(dim) if factor == 1 else StridedShard(dim, factor)))
+    return made
+
+
+def placements_of(
+    dim_axes: Sequence[Sequence[int]], partial: Sequence[str | None], mesh_shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """The placements of a tensor whose dims are cut by these axes, with these reductions pending."""
+    placed: list[Placement] = [Replicate() if op is None else Partial(op) for op in partial]
+    for dim, axes in enumerate(dim_axes):
+        for axis, placement in _shards(dim, axes, mesh_shape):
+            placed[axis] = placement
+    return tuple(placed)
+
+
+def _alias_names(layout: Layout, entry: Any) -> tuple[str, ...]:
+    if entry is None or entry == NONE:
+        return ()
+    names = (entry,) if isinstance(entry, str) else entry
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"expected 'None', an axis or a tuple of axes for each dim, got {entry!r}; the mesh has "
+            f"{', '.join(layout.alias_name)}"
+        )
+    return tuple(name for name in names if name != NONE)
+
+
+def _one_or_many(items: list[Any], nothing: Any) -> Any:
+    return nothing if not items else items[0] if len(items) == 1 else tuple(items)
+
+
+def cut(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(offset, size) after cutting into ``pieces`` and taking one, again and again."""
+    offset = 0
+    for pieces, index in cuts:
+        sizes = chunk_sizes(size, pieces)
+        offset, size = offset + sum(sizes[:index]), sizes[index]
+    return offset, size

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one layout to another: the cheapest steps, as a value.
+
+    plan(layout("dp", "tp"), layout("None", "dp"), (8, 8), itemsize=4).explain()
+
+A pure function of the two layouts and the global shape, so every rank finds the same plan, and it can be tested and
+printed without any process. The cost of a plan is the bytes that a rank receives, and for each step that communicates
+as much as STEP_BYTES would cost: small tensors want few steps, large ones few bytes. The search is exhaustive (uniform
+cost), over all layouts of the tensor on the mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hyper_parallel.core.dtensor.layout import Layout, cut, placements_of
+from hyper_parallel.core.dtensor.placement_types import Partial
+
+# What starting a collective costs, in bytes that could have been received meanwhile.
+STEP_BYTES = 1 << 13
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move along one axis.
+
+    kind             axis was              axis is then
+    slice            Replicate             Shard(dim), innermost
+    all_gather       Shard(dim), innermost Replicate
+    all_to_all       Shard(source), inn.   Shard(dim), innermost
+    reduce_scatter   Partial(op)           Shard(dim), innermost
+    all_reduce       Partial(op)           Replicate
+    part             Replicate             Partial(op): the value on the first rank, op's neutral one on the others
+    exchange         everything that is cut is cut anew, over all axes involved: everyone gets from the others just what
+                     it lacks
+    """
+
+    kind: str
+    axis: int
+    dim: int = -1
+    source: int = -1
+    op: str = ""
+    nbytes: int = 0  # that a rank receives, at the most
+    axes: tuple[int, ...] = ()  # of an exchange
+    target: tuple[tuple[int, ...], ...] = ()  # of an exchange: for each dim the axes that cut it then
+
+    def __str__(self) -> str:
+        where = {
+            "all_to_all": f" dim {self.source} -> {self.dim}",
+            "reduce_scatter": f" {self.op} to dim {self.dim}",
+            "exchange": "",
+        }.get(self.kind, f" dim {self.dim}" if self.dim >= 0 else f" {self.op}" if self.op else "")
+        return f"{self.kind}{where}"
+
+
+class State(NamedTuple):
+    """A layout while the search goes on: for each dim the axes that cut it, outermost first; what is pending."""
+
+    dim_axes: tuple[tuple[int, ...], ...]
+    partial: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps from one layout to another for tensors of one shape."""
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    steps: tuple[Step, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a rank receives, at the most."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def cost(self) -> int:
+        """What the search made as small as possible."""
+        return sum(_cost(step) for step in self.steps)
+
+    def layouts(self) -> Iterator[Layout]:
+        """The layout after every step."""
+        state = _state(self.source)
+        for step in self.steps:
+            state = _after(state, step)
+            yield self.source.with_placements(placements_of(*state, self.source.mesh_shape))
+
+    def explain(self) -> str:
+        """The plan as a table: each step with its axis, the placements after it and its bytes."""
+        names = self.source.alias_name
+        head = f"{self.shape} on {self.source.to_string()} -> [{', '.join(map(str, self.target.placements))}]"
+        lines = [f"{head}: {len(self.steps)} steps, {self.nbytes} bytes a rank"]
+        for number, (step, layout) in enumerate(zip(self.steps, self.layouts(), strict=True), 1):
+            after = f"[{', '.join(map(str, layout.placements))}]"
+            axes = "+".join(names[axis] for axis in step.axes or (step.axis,))
+            lines.append(f"  {number}. {axes:<8} {step!s:<28} {after:<24} {step.nbytes:>12} B")
+        return "\n".join(lines)
+
+
+def plan(source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4) -> Plan:
+    """The cheapest steps that lead a tensor of this global shape from one layout to another on the same mesh."""
+    if source.mesh != target.mesh:
+        raise ValueError(f"redistribute: {source} and {target} are on different meshes: {source.mesh}, {target.mesh}")
+    ndim = len(shape)
+    return _plan(source.bind(ndim), target.bind(ndim), tuple(shape), itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int) -> Plan:
+    bound = _Bound(source.mesh_shape, shape, itemsize)
+    steps = _search(bound, _state(source), _state(target))
+    return Plan(source, target, shape, itemsize, steps)
+
+
+class _Bound(NamedTuple):
+    """What the cost of a step depends on besides the state."""
+
+    mesh_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def local_bytes(self, state: State) -> int:
+        """The bytes of the largest shard: that of the first rank, in torch.chunk's way of cutting."""
+        sizes = []
+        for size, axes in zip(self.shape, state.dim_axes, strict=True):
+            for axis in axes:
+                size = -(-size // self.mesh_shape[axis])  # noqa: PLW2901 - cut again and again
+            sizes.append(size)
+        return math.prod(sizes) * self.itemsize
+
+
+def _search(bound: _Bound, start: State, goal: State) -> tuple[Step, ...]:
+    """Uniform-cost search; ties are broken by the number of steps and then by the order in which states are found."""
+    counter = itertools.count()
+    queue: list[tuple[int, int, int, State, tuple[Step, ...]]] = [(0, 0, next(counter), start, ())]
+    done: set[State] = set()
+    while queue:
+        cost, count, _, state, steps = heapq.heappop(queue)
+        if state == goal:
+            return steps
+        if state in done:
+            continue
+        done.add(state)
+        for step in _steps(bound, state, goal):
+            after = _after(state, step)
+            if after not in done:
+                heapq.heappush(queue, (cost + _cost(step), count + 1, next(counter), after, (*steps, step)))
+    raise AssertionError(f"no way from {start} to {goal}")  # every state can be gathered and cut again
+
+
+def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
+    """Every step that can be taken from a state."""
+    nbytes = bound.local_bytes(state)
+    innermost = {axes[-1]: dim for dim, axes in enumerate(state.dim_axes) if axes}
+    cutting = {axis for axes in state.dim_axes for axis in axes}
+    dims = range(len(bound.shape))
+    for axis, ranks in enumerate(bound.mesh_shape):
+        share = _share(nbytes, ranks)
+        if axis in innermost:
+            dim = innermost[axis]
+            yield Step("all_gather", axis, dim, nbytes=nbytes * (ranks - 1))
+            yield from (Step("all_to_all", axis, other, dim, nbytes=share) for other in dims if other != dim)
+        elif (op := state.partial[axis]) is not None:
+            yield Step("all_reduce", axis, op=op, nbytes=2 * share)
+            yield from (Step("reduce_scatter", axis, dim, op=op, nbytes=share) for dim in dims)
+        elif axis not in cutting:
+            yield from (Step("slice", axis, dim) for dim in dims)
+            wanted = goal.partial[axis]
+            if wanted is not None:
+                yield Step("part", axis, op=wanted)
+    if state.partial == goal.partial and state != goal:
+        yield _exchange(bound, state, goal)  # last: where it costs the same, a named collective is better
+
+
+def _exchange(bound: _Bound, state: State, goal: State) -> Step:
+    """The step that leads straight to the goal."""
+    changed = [pair for pair in zip(state.dim_axes, goal.dim_axes, strict=True) if pair[0] != pair[1]]
+    axes = tuple(sorted({axis for pair in changed for side in pair for axis in side}))
+    lacking = 0
+    for coordinate in itertools.product(*(range(n) if a in axes else (0,) for a, n in enumerate(bound.mesh_shape))):
+        have, want = (box(bound.shape, s.dim_axes, bound.mesh_shape, coordinate) for s in (state, goal))
+        lacking = max(lacking, volume(want) - volume(overlap(have, want)))
+    return Step("exchange", axes[0], nbytes=lacking * bound.itemsize, axes=axes, target=goal.dim_axes)
+
+
+Box = tuple[tuple[int, int], ...]  # (offset, size) along each dim
+
+
+def box(shape: Sequence[int], dim_axes: Sequence[Sequence[int]], mesh_shape: Sequence[int], at: Sequence[int]) -> Box:
+    """What a place of the mesh has of a tensor whose dims are cut by these axes."""
+    return tuple(
+        cut(size, [(mesh_shape[axis], at[axis]) for axis in axes]) for size, axes in zip(shape, dim_axes, strict=True)
+    )
+
+
+def overlap(left: Box, right: Box) -> Box:
+    """What two boxes share; a size of 0 somewhere if nothing."""
+    shared = []
+    for (a, n), (b, m) in zip(left, right, strict=True):
+        start = max(a, b)
+        shared.append((start, max(0, min(a + n, b + m) - start)))
+    return tuple(shared)
+
+
+def volume(of: Box) -> int:
+    """The number of elements in a box."""
+    return math.prod(size for _, size in of)
+
+
+def _share(nbytes: int, ranks: int) -> int:
+    """What a rank receives when everyone sends each other one of as many pieces."""
+    return -(-nbytes // ranks) * (ranks - 1)
+
+
+def _cost(step: Step) -> int:
+    return step.nbytes + STEP_BYTES if step.nbytes else 0  # nothing to receive, nothing to wait for
+
+
+def _after(state: State, step: Step) -> State:
+    if step.kind == "exchange":
+        return State(step.target, state.partial)
+    dims, partial = list(state.dim_axes), list(state.partial)
+    if step.kind in ("all_gather", "all_to_all"):
+        left = step.source if step.kind == "all_to_all" else step.dim
+        assert dims[left][-1] == step.axis
+        dims[left] = dims[left][:-1]
+    if step.kind in ("slice", "all_to_all", "reduce_scatter"):
+        dims[step.dim] = (*dims[step.dim], step.axis)
+    partial[step.axis] = step.op if step.kind == "part" else None
+    return State(tuple(dims), tuple(partial))
+
+
+def _state(layout: Layout) -> State:
+    return State(layout.dim_axes, tuple(p.reduce_op if isinstance(p, Partial) else None for p in layout.placements))

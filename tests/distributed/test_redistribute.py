@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redistribution between real ranks: any pair of layouts, the data and the gradient, put together in the parent."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts_on, meshes
+
+from hyper_parallel import get_platform
+from hyper_parallel.core.dtensor.collectives import redistribute
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.testing import on_ranks, run_ranks
+
+COMBINE = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
+
+
+def coordinates(layout):
+    return list(itertools.product(*(range(n) for n in layout.mesh_shape)))
+
+
+def own_indices(layout, shape, coordinate):
+    """The indices along each dim that a place has, by torch.chunk itself."""
+    found = []
+    for size, axes in zip(shape, layout.dim_axes, strict=True):
+        indices = torch.arange(size)
+        for axis in axes:
+            pieces = indices.chunk(layout.mesh_shape[axis]) if len(indices) else ()
+            place = coordinate[axis]
+            indices = pieces[place] if place < len(pieces) else indices[:0]
+        found.append(indices.numpy())
+    return found
+
+
+def split_up(whole, layout, rng):
+    """Every place's shard; where a reduction is pending, parts of both signs that reduce to the whole."""
+    parts = {(): whole}
+    for axis, placement in enumerate(layout.placements):
+        count = layout.mesh_shape[axis]
+        split = {}
+        for place, value in parts.items():
+            pieces = [value] * count
+            if placement.is_partial():
+                pieces = cut_into_parts(value, placement.reduce_op, count, rng)
+            split |= {(*place, i): piece for i, piece in enumerate(pieces)}
+        parts = split
+    return {place: part[np.ix_(*own_indices(layout, whole.shape, place))] for place, part in parts.items()}
+
+
+def cut_into_parts(value, op, count, rng):
+    if op in ("sum", "avg"):
+        others = [rng.standard_normal(value.shape) * 3 for _ in range(count - 1)]
+        last = value * (count if op == "avg" else 1) - sum(others)
+        return [*others, last]
+    if op == "prod":
+        others = [rng.uniform(0.5, 2.0, value.shape) * rng.choice([-1, 1], value.shape) for _ in range(count - 1)]
+        return [*others, value / np.prod(others, axis=0) if others else value]
+    winner = rng.integers(0, count, value.shape)
+    away = rng.uniform(0.1, 3.0, (count, *value.shape)) * (-1 if op == "max" else 1)
+    return [np.where(winner == i, value, value + away[i]) for i in range(count)]
+
+
+def put_together(shards, layout, shape):
+    """The whole from every place's shard; copies must agree."""
+    parts = {}
+    for place, shard in shards.items():
+        whole = np.full(shape, np.nan)
+        whole[np.ix_(*own_indices(layout, shape, place))] = shard
+        parts[place] = whole
+    for placement in reversed(layout.placements):
+        grouped = {}
+        for place, value in parts.items():
+            grouped.setdefault(place[:-1], []).append(value)
+        parts = {place: join(placement, values) for place, values in grouped.items()}
+    return parts[()]
+
+
+def join(placement, values):
+    if placement.is_partial():
+        return COMBINE[placement.reduce_op](np.stack(values), axis=0)
+    if placement.is_replicate():
+        for value in values[1:]:
+            np.testing.assert_array_equal(values[0], value)
+        return values[0]
+    whole = values[0].copy()
+    for value in values[1:]:
+        whole = np.where(np.isnan(whole), value, whole)
+    return whole
+
+
+def move(source, target, shape, shards, weights):
+    """On a rank: (the shard after redistribution, the gradient of the shard before it)."""
+    place = source.mesh.get_coordinate()
+    local = torch.tensor(shards[place], requires_grad=True)
+    moved = redistribute(local, source, target, shape)
+    (moved * torch.tensor(weights[place])).sum().backward()
+    return moved.detach().numpy(), local.grad.numpy()
+
+
+def check(source, target, shape, seed):
+    rng = np.random.default_rng(seed)
+    whole, weight = rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape), rng.standard_normal(shape)
+    shards = split_up(whole, source, rng)
+    # The gradient that arrives lies as the tensor does, whole where a reduction is pending.
+    weights = split_up(weight, target.reset_partial(), rng)
+    results = run_ranks(move, source.mesh.size(), source, target, shape, shards, weights)
+    places = coordinates(source)
+    moved = {place: results[rank][0] for rank, place in enumerate(places)}
+    for place in places:
+        expected = [len(i) for i in own_indices(target, shape, place)]
+        assert list(moved[place].shape) == expected
+    np.testing.assert_allclose(put_together(moved, target, shape), whole, rtol=1e-10, atol=1e-10)
+    check_gradients(source, target, shape, weight, shards, {p: results[r][1] for r, p in enumerate(places)})
+
+
+def check_gradients(source, target, shape, weight, shards, gradients):
+    for place, gradient in gradients.items():
+        mine = np.ix_(*own_indices(source, shape, place))
+        expected = weight[mine]
+        changed = [
+            (b, n) for b, a, n in zip(source.placements, target.placements, source.mesh_shape, strict=True) if b != a
+        ]
+        for placement, count in changed:
+            if placement.is_partial("avg"):
+                expected = expected / count
+        if any(p.is_partial() and p.reduce_op in ("max", "min", "prod") for p, _ in changed):
+            expected = expected * nonlinear_share(source, target, shards, place)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def nonlinear_share(source, target, shards, place):
+    """How the whole depends on a part, axis by axis: 1 for the part that won, the product of the others."""
+    share = 1.0
+    current = dict(shards)
+    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if not before.is_partial() or before == after or before.reduce_op not in ("max", "min", "prod"):
+            continue
+        line = [(*place[:axis], i, *place[axis + 1 :]) for i in range(source.mesh_shape[axis])]
+        values = np.stack([current[p] for p in line])
+        result = COMBINE[before.reduce_op](values, axis=0)
+        own = current[place]
+        share = share * ((own == result) if before.reduce_op in ("max", "min") else result / own)
+        reduced = {}
+        for p in current:
+            its_line = [(*p[:axis], i, *p[axis + 1 :]) for i in range(source.mesh_shape[axis])]
+            reduced[p] = COMBINE[before.reduce_op](np.stack([current[q] for q in its_line]), axis=0)
+        current = reduced
+    return share
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_any_layout_to_any_other(ranks):
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(meshes(ranks).flatmap(lambda mesh: layouts_on(mesh, count=2, longest=3)), st.integers(0, 1000))
+    def property_holds(drawn, seed):
+        check(*drawn, seed)
+
+    property_holds()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (7, 5), (3, 1)])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("a", "None"), ("None", "a")),
+        (("a", "b"), ("b", "a")),
+        ((("a", "b"), "None"), (("b", "a"), "None")),
+        (("b", "None"), (("a", "b"), "None")),
+        ((("b", "a"), "None"), ("None", ("a", "b"))),
+        (("None", "None"), ("b", "a")),
+        (("a", "b"), ("None", "None")),
+    ],
+)
+def test_nested_and_uneven_shards(source, target, shape):
+    layout = Layout((2, 2), ("a", "b"))
+    check(layout(*source), layout(*target), shape, seed=1)
+
+
+@on_ranks(4)
+def test_what_stays_is_not_touched():
+    layout = Layout((4,), ("x",))
+    local = torch.ones(2, requires_grad=True)
+    assert redistribute(local, layout([Shard(0)]), layout([Shard(-1)]), (8,)) is local
+    moved = redistribute(local, layout([Replicate()]), layout([Partial("max")]), (2,))
+    moved.sum().backward()
+    assert local.grad.tolist() == [1, 1]
+    assert get_platform().get_rank() == layout.mesh.get_coordinate()[0]
