@@ -17,6 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.platform import containers
@@ -51,6 +52,16 @@ class CheckpointPolicy(enum.Enum):
     MUST_SWAP = "must_swap"
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """One collective as this rank sees it. ``nbytes`` is what the rank receives, in the way that moves the least."""
+
+    collective: str
+    ranks: tuple[int, ...]
+    nbytes: int
+    backward: bool
+
+
 class Platform(ABC):
     """What the core may ask of a framework. ``group=None`` means the default group everywhere."""
 
@@ -66,6 +77,7 @@ class Platform(ABC):
 
     def __init__(self) -> None:
         self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in ("", "0")
+        self._listeners: list[Callable[[Traffic], None]] = []
         self._grad_reduction: tuple[Any, Callable[[], Any] | None] | None = None
         self._forgetters: list[Callable[[], None]] = []
 
@@ -248,6 +260,15 @@ class Platform(ABC):
             yield
         finally:
             self._checks_collectives = before
+
+    @contextmanager
+    def listen_to_collectives(self, listener: Callable[[Traffic], None]) -> Iterator[None]:
+        """A context in which ``listener`` is told of every collective that this rank starts, on any thread."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     # --- communication in the graph: backward is the adjoint
 

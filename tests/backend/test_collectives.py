@@ -410,3 +410,21 @@ def test_checks_are_off_unless_asked_for():
     for value, on in (("1", True), ("0", False), ("", False)):
         os.environ["HYPER_PARALLEL_CHECK"] = value
         assert TorchPlatform()._checks_collectives is on
+
+
+@on_ranks(2)
+def test_listeners_hear_of_collectives_while_they_listen():
+    platform = get_platform()
+    heard = []
+    with platform.listen_to_collectives(heard.append):
+        platform.all_reduce(torch.ones(4), None)
+        receive = platform.irecv(torch.zeros(2), 1 - platform.get_rank())
+        platform.isend(torch.ones(2), 1 - platform.get_rank()).wait()
+        receive.wait()
+    platform.all_reduce(torch.ones(4), None)
+    assert [(t.collective, t.nbytes, t.backward) for t in heard] == [
+        ("all_reduce", 16, False),
+        ("irecv", 8, False),
+        ("isend", 0, False),
+    ]
+    assert heard[0].ranks == (0, 1)

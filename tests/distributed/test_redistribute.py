@@ -13,7 +13,9 @@ from layouts import layouts_on, meshes
 from hyper_parallel import get_platform
 from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.dtensor.redistribution import plan
 from hyper_parallel.testing import on_ranks, run_ranks
 
 COMBINE = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
@@ -93,12 +95,13 @@ def join(placement, values):
 
 
 def move(source, target, shape, shards, weights):
-    """On a rank: (the shard after redistribution, the gradient of the shard before it)."""
+    """On a rank: the shard after redistribution, the gradient of the shard before it, the bytes received."""
     place = source.mesh.get_coordinate()
     local = torch.tensor(shards[place], requires_grad=True)
-    moved = redistribute(local, source, target, shape)
-    (moved * torch.tensor(weights[place])).sum().backward()
-    return moved.detach().numpy(), local.grad.numpy()
+    with CommunicationLedger(source.mesh) as ledger:
+        moved = redistribute(local, source, target, shape)
+        (moved * torch.tensor(weights[place])).sum().backward()
+    return moved.detach().numpy(), local.grad.numpy(), (ledger.nbytes(backward=False), ledger.nbytes(backward=True))
 
 
 def check(source, target, shape, seed):
@@ -114,7 +117,20 @@ def check(source, target, shape, seed):
         expected = [len(i) for i in own_indices(target, shape, place)]
         assert list(moved[place].shape) == expected
     np.testing.assert_allclose(put_together(moved, target, shape), whole, rtol=1e-10, atol=1e-10)
+    check_bytes(source, target, shape, [result[2] for result in results])
     check_gradients(source, target, shape, weight, shards, {p: results[r][1] for r, p in enumerate(places)})
+
+
+def check_bytes(source, target, shape, received):
+    """No rank receives more than the plans say, and some rank as much where the pieces are even."""
+    if any(p.is_partial() and p.reduce_op not in ("sum", "avg") for p in source.placements):
+        return  # these are reduced before the plan, and their backward has a plan of its own
+    even = all(size % source.mesh.size() == 0 for size in shape)
+    backward = (target.reset_partial(), source.reset_partial())
+    for way, (before, after) in enumerate([(source, target), backward]):
+        most = max(rank[way] for rank in received)
+        planned = plan(before, after, shape, 8).nbytes
+        assert most == planned if even else most <= planned, plan(before, after, shape, 8).explain()
 
 
 def check_gradients(source, target, shape, weight, shards, gradients):
@@ -162,7 +178,7 @@ def test_any_layout_to_any_other(ranks):
     property_holds()
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (7, 5), (3, 1)])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (7, 5), (3, 1)])
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -61,6 +61,10 @@ def test_two_axes(source, target, expected):
     assert kinds(source, target) == expected
 
 
+def test_a_sum_and_a_maximum_are_never_pending_at_once():
+    assert kinds(GRID([R, P]), GRID([MAX, R]), (8, 8)) == ["all_reduce", "part"]
+
+
 def test_an_exchange_moves_only_what_is_lacking():
     steps = plan(GRID("tp", "None"), GRID(("dp", "tp"), "None"), (1024, 1024), 4)
     # A rank has a quarter and will have an eighth; where it has none of that, it receives all of it.

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard, commute
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -269,11 +269,11 @@ def _checked_placements(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Pl
     wrong = [p for p in placements if not isinstance(p, Placement)]
     if wrong:
         raise ValueError(f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}")
-    pending = {"sum" if p.reduce_op == "avg" else p.reduce_op for p in placements if isinstance(p, Partial)}
-    if len(pending) > 1:
+    pending = [p.reduce_op for p in placements if isinstance(p, Partial)]
+    if not commute(pending):
         raise ValueError(
-            f"reductions by {' and by '.join(sorted(pending))} cannot be pending together: which is taken first makes "
-            "a difference; reduce one of them before"
+            f"reductions by {' and by '.join(sorted(set(pending)))} cannot be pending together: which is taken first "
+            "makes a difference; reduce one of them before"
         )
     if len(placements) != mesh.ndim:
         raise ValueError(f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}")

@@ -8,6 +8,7 @@ Partial("sum")  every rank has a part, and the sum of the parts is the tensor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.platform.platform import REDUCE_OPS
@@ -69,6 +70,11 @@ class Replicate(Placement):
 
     def __str__(self) -> str:
         return "R"
+
+
+def commute(reduce_ops: Iterable[str | None]) -> bool:
+    """Whether reductions may be pending together: the order of a sum and a maximum makes a difference."""
+    return len({"sum" if op == "avg" else op for op in reduce_ops if op is not None}) <= 1
 
 
 @dataclass(frozen=True)

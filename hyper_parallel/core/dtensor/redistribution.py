@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut, placements_of
-from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.dtensor.placement_types import Partial, commute
 
 # What starting a collective costs, in bytes that could have been received meanwhile.
 STEP_BYTES = 1 << 13
@@ -127,14 +127,19 @@ class _Bound(NamedTuple):
     shape: tuple[int, ...]
     itemsize: int
 
-    def local_bytes(self, state: State) -> int:
-        """The bytes of the largest shard: that of the first rank, in torch.chunk's way of cutting."""
+    def local_sizes(self, state: State) -> list[int]:
+        """The shape of the largest shard: that of the first rank, in torch.chunk's way of cutting."""
         sizes = []
         for size, axes in zip(self.shape, state.dim_axes, strict=True):
             for axis in axes:
                 size = -(-size // self.mesh_shape[axis])  # noqa: PLW2901 - cut again and again
             sizes.append(size)
-        return math.prod(sizes) * self.itemsize
+        return sizes
+
+    def share(self, sizes: Sequence[int], dim: int, ranks: int) -> int:
+        """The bytes a rank receives when everyone sends each other one piece of that dim of such a shard."""
+        pieces = [-(-size // ranks) if d == dim else size for d, size in enumerate(sizes)]
+        return math.prod(pieces) * self.itemsize * (ranks - 1)
 
 
 def _search(bound: _Bound, start: State, goal: State) -> tuple[Step, ...]:
@@ -158,23 +163,25 @@ def _search(bound: _Bound, start: State, goal: State) -> tuple[Step, ...]:
 
 def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
     """Every step that can be taken from a state."""
-    nbytes = bound.local_bytes(state)
+    sizes = bound.local_sizes(state)
+    nbytes = math.prod(sizes) * bound.itemsize
     innermost = {axes[-1]: dim for dim, axes in enumerate(state.dim_axes) if axes}
     cutting = {axis for axes in state.dim_axes for axis in axes}
-    dims = range(len(bound.shape))
     for axis, ranks in enumerate(bound.mesh_shape):
-        share = _share(nbytes, ranks)
+        shares = [bound.share(sizes, dim, ranks) for dim in range(len(sizes))]
         if axis in innermost:
             dim = innermost[axis]
             yield Step("all_gather", axis, dim, nbytes=nbytes * (ranks - 1))
-            yield from (Step("all_to_all", axis, other, dim, nbytes=share) for other in dims if other != dim)
+            for other, share in enumerate(shares):
+                if other != dim:
+                    yield Step("all_to_all", axis, other, dim, nbytes=share)
         elif (op := state.partial[axis]) is not None:
-            yield Step("all_reduce", axis, op=op, nbytes=2 * share)
-            yield from (Step("reduce_scatter", axis, dim, op=op, nbytes=share) for dim in dims)
+            yield Step("all_reduce", axis, op=op, nbytes=2 * -(-nbytes // ranks) * (ranks - 1))
+            for dim, share in enumerate(shares):
+                yield Step("reduce_scatter", axis, dim, op=op, nbytes=share)
         elif axis not in cutting:
-            yield from (Step("slice", axis, dim) for dim in dims)
-            wanted = goal.partial[axis]
-            if wanted is not None:
+            yield from (Step("slice", axis, dim) for dim in range(len(sizes)))
+            if (wanted := goal.partial[axis]) is not None and commute([*state.partial, wanted]):
                 yield Step("part", axis, op=wanted)
     if state.partial == goal.partial and state != goal:
         yield _exchange(bound, state, goal)  # last: where it costs the same, a named collective is better
@@ -213,11 +220,6 @@ def overlap(left: Box, right: Box) -> Box:
 def volume(of: Box) -> int:
     """The number of elements in a box."""
     return math.prod(size for _, size in of)
-
-
-def _share(nbytes: int, ranks: int) -> int:
-    """What a rank receives when everyone sends each other one of as many pieces."""
-    return -(-nbytes // ranks) * (ranks - 1)
 
 
 def _cost(step: Step) -> int:

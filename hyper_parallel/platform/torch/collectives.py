@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.platform import REDUCE_OPS
+from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 from hyper_parallel.platform.torch import gloo
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
@@ -30,7 +30,7 @@ class Collectives(Groups):
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         resolved = self._group("barrier", group)
-        self._agree(Call("barrier"), resolved)
+        self._announce(Call("barrier"), resolved)
         work = self._call("barrier", resolved, lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids))
         handle = Handle(work, "barrier", resolved)
         if async_op:
@@ -42,7 +42,7 @@ class Collectives(Groups):
         group = self._group("all_reduce", group_info)
         check_tensor("all_reduce", data)
         check_reducible("all_reduce", data, op, group)
-        self._agree(Call.on("all_reduce", data, op), group)
+        self._announce(Call.on("all_reduce", data, op), group, 2 * _share(data, group))
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = data.detach().contiguous()
         if gloo.is_used(group, data) and gloo.is_small(data):
@@ -61,7 +61,7 @@ class Collectives(Groups):
     def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
         group = self._group("all_gather_into_tensor", group_info)
         check_tensor("all_gather_into_tensor", data)
-        self._agree(Call.on("all_gather_into_tensor", data), group)
+        self._announce(Call.on("all_gather_into_tensor", data), group, data.nbytes * (group.size() - 1))
         source = data.detach().contiguous()
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
@@ -81,7 +81,7 @@ class Collectives(Groups):
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
             raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
-        self._agree(Call.on(call, data, op), group)
+        self._announce(Call.on(call, data, op), group, _share(data, group))
         source = data.detach().contiguous()
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
         if not gloo.is_used(group, data):
@@ -120,7 +120,8 @@ class Collectives(Groups):
         resolved = self._group("broadcast", group)
         check_tensor("broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
-        self._agree(Call.on("broadcast", data, f"src {src}"), resolved)
+        received = 0 if src == self.get_rank() else data.nbytes
+        self._announce(Call.on("broadcast", data, f"src {src}"), resolved, received)
         buffer = data.detach().contiguous()
         work = self._call(
             "broadcast",
@@ -136,6 +137,8 @@ class Collectives(Groups):
         self._check_peer("isend", "dst", dst, resolved)
         source = tensor.detach().contiguous()
         call = f"isend to rank {dst}"
+        if self._listeners:
+            self._tell("isend", (self.get_rank(), dst or 0), 0)
         work = self._call(call, resolved, lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag))
         return Handle(work, call, resolved, peer=dst)
 
@@ -146,6 +149,8 @@ class Collectives(Groups):
             self._check_peer("irecv", "src", src, resolved)
         buffer = tensor.detach().contiguous()
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
+        if self._listeners:
+            self._tell("irecv", (self.get_rank(), *([] if src is None else [src])), tensor.nbytes)
         work = self._call(call, resolved, lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag))
         finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
         return Handle(work, call, resolved, finish, peer=src)
@@ -168,7 +173,7 @@ class Collectives(Groups):
                 f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
                 f"{len(object_list)}"
             )
-        self._agree(Call("all_gather_object"), resolved)
+        self._announce(Call("all_gather_object"), resolved)
         self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
@@ -184,9 +189,12 @@ class Collectives(Groups):
     ) -> tuple[torch.Tensor, Handle]:
         """Starts an all-to-all along dim 0; returns the output and its handle."""
         if output_splits is None or input_splits is None:
-            self._agree(Call.on(call, source, f"to {tuple(shape)}"), group)
+            self._announce(Call.on(call, source, f"to {tuple(shape)}"), group, _share(source, group))
         else:  # the sizes along dim 0 may differ, but must fit crosswise
-            self._agree(Call(call, (source.dtype, *source.shape[1:]), tuple(input_splits), tuple(output_splits)), group)
+            row = math.prod(source.shape[1:]) * source.element_size()
+            others = sum(output_splits) - output_splits[group.rank()]
+            splits = tuple(input_splits), tuple(output_splits)
+            self._announce(Call(call, (source.dtype, *source.shape[1:]), *splits), group, others * row)
         source = source.detach().contiguous()
         output = source.new_empty(tuple(shape))
         work = self._call(
@@ -203,9 +211,17 @@ class Collectives(Groups):
         )
         return output, Handle(work, call, group)
 
-    def _agree(self, call: Call, group: dist.ProcessGroup) -> None:
+    def _announce(self, call: Call, group: dist.ProcessGroup, nbytes: int = 0) -> None:
+        """Compares the ranks' calls if that was asked for, and tells the listeners."""
         if self._checks_collectives:
             self._call(call.name, group, lambda: require_agreement(call, group))
+        if self._listeners:
+            self._tell(call.name, tuple(dist.get_process_group_ranks(group)), nbytes)
+
+    def _tell(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
+        traffic = Traffic(name, ranks, nbytes, backward=torch._C._current_graph_task_id() != -1)
+        for listener in list(self._listeners):
+            listener(traffic)
 
     def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any], peer: int | None = None) -> Any:
         try:
@@ -255,3 +271,8 @@ def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _native_all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Any:
     return dist.all_gather_single(output, source, group, async_op=True)
+
+
+def _share(data: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """What a rank receives when everyone sends each other one of as many pieces."""
+    return -(-data.nbytes // group.size()) * (group.size() - 1)

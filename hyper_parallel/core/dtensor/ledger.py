@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was communicated: every collective with its ranks, bytes, direction and the line of the user that caused it.
+
+with CommunicationLedger(mesh) as ledger:
+    loss = model(x)
+    loss.backward()
+print(ledger.table())
+assert ledger.counts(backward=True) == {"all_reduce": 1}
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Traffic
+
+# Frames of these packages are not the user's.
+_OURS = Path(__file__).resolve().parents[2]
+_FRAMEWORKS = ("torch", "mindspore")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective."""
+
+    collective: str
+    axis: str  # the mesh's name for these ranks, or the ranks
+    nbytes: int
+    backward: bool
+    line: str  # file:line of the user's code; in backward often the call of backward()
+
+
+class CommunicationLedger:
+    """Records this rank's collectives while it is entered; ``mesh`` gives their ranks a name."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.entries: list[Entry] = []
+        self._names = _names_of(mesh) if mesh is not None else {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> CommunicationLedger:
+        self._stack.enter_context(get_platform().listen_to_collectives(self._record))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def counts(self, *, backward: bool | None = None) -> dict[str, int]:
+        """How often each collective ran: in forward, in backward, or in both."""
+        return dict(Counter(entry.collective for entry in self.entries if backward in (None, entry.backward)))
+
+    def nbytes(self, *, backward: bool | None = None) -> int:
+        """The bytes that this rank received."""
+        return sum(entry.nbytes for entry in self.entries if backward in (None, entry.backward))
+
+    def table(self) -> str:
+        """All of it for people."""
+        lines = [f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9}line"]
+        for entry in self.entries:
+            way = "backward" if entry.backward else "forward"
+            lines.append(f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9}{entry.line}")
+        return "\n".join([*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"])
+
+    def _record(self, traffic: Traffic) -> None:
+        axis = self._names.get(frozenset(traffic.ranks), str(list(traffic.ranks)))
+        line = _users_line(sys._getframe(1))
+        self.entries.append(Entry(traffic.collective, axis, traffic.nbytes, traffic.backward, line))
+
+
+def _names_of(mesh: DeviceMesh) -> dict[frozenset[int], str]:
+    """The ranks of this rank's lines, and of the whole mesh, by name."""
+    names = {frozenset(mesh.rank_list): "all axes"}
+    for axis in range(mesh.ndim):
+        name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+        names[frozenset(mesh.get_rank_list_along_axis(axis))] = name
+    return names
+
+
+def _users_line(frame: FrameType | None) -> str:
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        package = frame.f_globals.get("__name__", "").split(".")[0]
+        if _OURS not in file.parents and package not in _FRAMEWORKS:
+            return f"{file.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
