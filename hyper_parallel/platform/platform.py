@@ -386,6 +386,10 @@ class Platform(ABC):
         """Piece ``index`` of ``split_size`` pieces with torch.chunk's sizes; an empty piece where there is none."""
 
     @abstractmethod
+    def clone(self, tensor: Any) -> Any:
+        """The tensor's data in memory of its own, outside the graph."""
+
+    @abstractmethod
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         """The tensors joined along ``dim``."""
 
@@ -444,6 +448,14 @@ class Platform(ABC):
     @abstractmethod
     def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
         """A tensor of one value."""
+
+    @abstractmethod
+    def rand(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        """Uniform numbers from 0 to 1."""
+
+    @abstractmethod
+    def randn(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        """Normal numbers."""
 
     @abstractmethod
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:

@@ -54,6 +54,15 @@ def test_chunk_refuses_what_is_no_piece(platform):
             platform.chunk(torch.ones(4, 4), *arguments)
 
 
+def test_clone(platform):
+    x = torch.arange(6.0, requires_grad=True).view(2, 3)
+    twin = platform.clone(x.t())
+    assert twin.tolist() == x.t().tolist()
+    assert twin.is_contiguous()
+    assert not twin.requires_grad
+    assert twin.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
 def test_cat(platform):
     assert platform.cat([torch.ones(1, 2), torch.zeros(1, 2)], 1).tolist() == [[1, 1, 0, 0]]
 
@@ -154,6 +163,14 @@ def test_gradients_are_switched_on_and_off(platform):
         assert not (x * 2).requires_grad
     with pytest.raises(ValueError, match=r"detach\(\) it first"):
         platform.set_tensor_requires_grad(x * 2)
+
+
+def test_random_numbers_follow_the_seed(platform):
+    platform.manual_seed(1)
+    drawn = platform.rand((3,)), platform.randn((2, 2), dtype=torch.float64)
+    platform.manual_seed(1)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert torch.equal(drawn[1], torch.randn(2, 2, dtype=torch.float64))
 
 
 def test_seeds_and_generator_states(platform):

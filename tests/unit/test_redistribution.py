@@ -53,6 +53,8 @@ def test_one_axis_takes_the_collective_that_a_person_would(source, target, expec
         (GRID("tp", "None"), GRID(("dp", "tp"), "None"), ["exchange"]),  # nobody gathers to cut the outer axis
         (GRID(("dp", "tp"), "None"), GRID(("tp", "dp"), "None"), ["exchange"]),
         (GRID("dp", "tp"), GRID("tp", "dp"), ["exchange"]),
+        (GRID("None", "None"), GRID("dp", "tp"), ["slice", "slice"]),
+        (GRID("None", "None"), GRID(("tp", "dp"), "None"), ["slice", "slice"]),
         (GRID([P, P]), GRID([Shard(0), Shard(0)]), ["reduce_scatter", "reduce_scatter"]),
         (GRID([P, Shard(0)]), GRID([R, Shard(0)]), ["all_reduce"]),
     ],

@@ -88,7 +88,8 @@ class _At(NamedTuple):
 
 
 def _slice(at: _At, local: Any) -> Any:
-    return at.platform.chunk(local, at.step.dim, at.before.mesh_shape[at.step.axis], at.place[at.step.axis])
+    piece = at.platform.chunk(local, at.step.dim, at.before.mesh_shape[at.step.axis], at.place[at.step.axis])
+    return at.platform.clone(piece)  # a view would hold on to the whole
 
 
 def _all_gather(at: _At, local: Any) -> Any:

@@ -184,7 +184,9 @@ def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
             if (wanted := goal.partial[axis]) is not None and commute([*state.partial, wanted]):
                 yield Step("part", axis, op=wanted)
     if state.partial == goal.partial and state != goal:
-        yield _exchange(bound, state, goal)  # last: where it costs the same, a named collective is better
+        exchange = _exchange(bound, state, goal)
+        if exchange.nbytes:  # else slices do, without communication
+            yield exchange  # last: where it costs the same, a named collective is better
 
 
 def _exchange(bound: _Bound, state: State, goal: State) -> Step:

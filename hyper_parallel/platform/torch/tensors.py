@@ -60,6 +60,9 @@ class Tensors(Platform):
         sizes = chunk_sizes(data.shape[split_dim], split_size)
         return data.narrow(split_dim, sum(sizes[:index]), sizes[index])
 
+    def clone(self, tensor: Any) -> Any:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(tuple(tensors), dim)
 
@@ -121,6 +124,12 @@ class Tensors(Platform):
 
     def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
         return torch.full(size, fill_value, dtype=dtype, device=device)
+
+    def rand(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.rand(size, dtype=dtype, device=device)
+
+    def randn(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
+        return torch.randn(size, dtype=dtype, device=device)
 
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
         return torch.full_like(tensor, fill_value, dtype=dtype)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A distributed tensor: this rank's shard, the layout, and the shape of the whole.
+
+    w = distribute_tensor(weight, mesh, [Shard(0)])     every rank keeps its rows
+    y = w.redistribute(mesh, [Replicate()])             and gathers the others'
+
+``shape``, ``size`` and ``numel`` are those of the whole, ``local_shape`` and ``to_local()`` this rank's. Autograd sees
+the shards, so gradients flow through all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.collectives import redistribute
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+
+
+class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
+    """A tensor of the framework that lies on a mesh."""
+
+    @staticmethod
+    def from_local(
+        local_tensor: Any,
+        device_mesh: DeviceMesh | None,
+        placements: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        run_check: bool = False,
+    ) -> DTensor:
+        """The distributed tensor whose shard on this rank is ``local_tensor``.
+
+        Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. ``run_check``
+        compares shapes and dtypes over the ranks, and the values where they are copies, and names those that differ.
+        """
+        layout = layout_of(device_mesh, placements, len(local_tensor.shape))
+        whole = layout.get_global_shape(local_tensor.shape) if shape is None else tuple(shape)
+        expected = layout.local_shape(whole)
+        if tuple(local_tensor.shape) != expected:
+            raise ValueError(
+                f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but {layout} "
+                f"gives it {expected} of a tensor of shape {whole}"
+            )
+        if run_check:
+            _check_ranks(local_tensor, layout, whole)
+        return DTensor(local_tensor, layout, whole)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor lies on."""
+        mesh: DeviceMesh = self._layout.mesh
+        return mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies on each axis."""
+        placements: tuple[Placement, ...] = self._layout.placements
+        return placements
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None) -> DTensor:
+        """The same tensor in another layout on the same mesh; Replicate where none is given."""
+        mesh = device_mesh or self.device_mesh
+        if mesh != self.device_mesh:
+            raise ValueError(f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}")
+        wanted = [Replicate()] * mesh.ndim if placements is None else placements
+        target = layout_of(mesh, wanted, len(self.shape))
+        if target is self._layout:
+            return self
+        return DTensor(redistribute(self._local, self._layout, target, tuple(self.shape)), target, self.shape)
+
+    def reduce_partial(self) -> DTensor:
+        """The same tensor without pending reductions."""
+        return self.redistribute(None, list(self._layout.reset_partial().placements))
+
+    def full_tensor(self) -> Any:
+        """The whole as a plain tensor, on every rank."""
+        return self.redistribute().to_local()
+
+    def to(self, *args: Any, **kwargs: Any) -> DTensor:
+        """The tensor with another dtype or device, as the framework's ``to``."""
+        moved = self._local.to(*args, **kwargs)
+        if self._layout.is_partial() and not platform.is_floating_point(moved):
+            raise ValueError(
+                f"to: {self._layout}: parts must be reduced before they are rounded; reduce_partial() first"
+            )
+        return self if moved is self._local else DTensor(moved, self._layout, self.shape)
+
+    def float(self) -> DTensor:
+        """The tensor in float32."""
+        return self.to(platform.str_to_dtype("float32"))
+
+
+def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:
+    """The layout that a mesh and placements, in either form, say for tensors of ``ndim`` dims."""
+    if isinstance(placements, Layout):
+        return placements.bind(ndim)
+    mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if isinstance(placements, (Placement, str)):
+        placements = [placements]
+    base = Layout.from_device_mesh(mesh)
+    if any(isinstance(entry, Placement) for entry in placements):
+        return base(list(placements)).bind(ndim)
+    if len(placements) != ndim:
+        raise ValueError(f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}")
+    return base(*placements)
+
+
+def distribute_tensor(
+    tensor: Any, device_mesh: DeviceMesh | None, placements: Any, *, src_data_rank: int | None = None
+) -> DTensor:
+    """Cuts a tensor that every rank has; with ``src_data_rank``, a rank in the mesh, that rank's is sent to all first.
+
+    The shard is a leaf with memory of its own, which gets a gradient if the tensor does.
+    """
+    if isinstance(tensor, DTensor):
+        raise ValueError(f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()")
+    layout = layout_of(device_mesh, placements, len(tensor.shape))
+    if src_data_rank is not None:
+        if src_data_rank not in layout.rank_list:
+            raise ValueError(f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}")
+        group = platform.create_group(layout.rank_list)
+        tensor = platform.broadcast(platform.clone(tensor), src_data_rank, group)
+    whole = layout.with_placements([Replicate()] * layout.mesh.ndim)
+    shard = redistribute(tensor.detach(), whole, layout, tuple(tensor.shape))
+    shard = platform.clone(shard) if layout is whole else shard
+    return DTensor(shard.requires_grad_(tensor.requires_grad), layout, tensor.shape)
+
+
+# --- tensors from nothing
+
+
+def zeros(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+    """A distributed tensor of zeros."""
+    return full(size, 0.0, device_mesh=device_mesh, placements=placements, dtype=dtype, device=device)
+
+
+def ones(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+    """A distributed tensor of ones."""
+    return full(size, 1.0, device_mesh=device_mesh, placements=placements, dtype=dtype, device=device)
+
+
+def empty(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+    """A distributed tensor whose elements are not set."""
+    shape, layout = _asked("empty", size, device_mesh, placements)
+    return DTensor(platform.empty(layout.local_shape(shape), dtype=dtype, device=device), layout, shape)
+
+
+def full(
+    size: Any, fill_value: Any, *, device_mesh: Any, placements: Any, dtype: Any = None, device: Any = None
+) -> DTensor:
+    """A distributed tensor of one value."""
+    shape, layout = _asked("full", size, device_mesh, placements)
+    local = platform.full(layout.local_shape(shape), fill_value, dtype=dtype, device=device)
+    return DTensor(local, layout, shape)
+
+
+def rand(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+    """Uniform numbers: those that one device would draw, on any mesh."""
+    return _drawn("rand", platform.rand, size, device_mesh, placements, dtype, device)
+
+
+def randn(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+    """Normal numbers: those that one device would draw, on any mesh."""
+    return _drawn("randn", platform.randn, size, device_mesh, placements, dtype, device)
+
+
+def _drawn(call: str, draw: Any, size: Any, device_mesh: Any, placements: Any, dtype: Any, device: Any) -> DTensor:
+    shape, layout = _asked(call, size, device_mesh, placements)
+    # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
+    shard = draw(shape, dtype=dtype, device=device)[layout.local_slices(shape)]
+    return DTensor(platform.clone(shard), layout, shape)
+
+
+def _asked(call: str, size: Any, device_mesh: Any, placements: Any) -> tuple[tuple[int, ...], Layout]:
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    layout = layout_of(device_mesh, placements, len(shape))
+    if layout.is_partial():
+        raise ValueError(f"{call}: {layout} leaves a reduction pending, of which the parts are not known")
+    return shape, layout
+
+
+# --- the check of from_local
+
+
+def _check_ranks(local: Any, layout: Layout, shape: Sequence[int]) -> None:
+    """A ValueError on every rank that names the ranks whose shards do not fit together."""
+    facts = {"shape": tuple(shape), "dtype": str(local.dtype), "values": _digest(local)}
+    group = platform.create_group(layout.rank_list)
+    everyone: list[Any] = [None] * math.prod(layout.mesh_shape)
+    platform.all_gather_object(everyone, facts, group)
+    by_rank = dict(zip(sorted(layout.rank_list), everyone, strict=True))
+    for name in ("shape", "dtype"):
+        _require_one(name, {rank: found[name] for rank, found in by_rank.items()}, layout)
+    for ranks in _copies(layout):
+        _require_one("values", {rank: by_rank[rank]["values"] for rank in ranks}, layout)
+
+
+def _copies(layout: Layout) -> list[list[int]]:
+    """The ranks that should have the same data, group by group."""
+    copied = {axis for axis, placement in enumerate(layout.placements) if placement.is_replicate()}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in layout.rank_list:
+        place = layout.mesh.coordinate_of(rank) or ()
+        groups.setdefault(tuple(0 if axis in copied else at for axis, at in enumerate(place)), []).append(rank)
+    return list(groups.values())
+
+
+def _require_one(name: str, found: dict[int, Any], layout: Layout) -> None:
+    if len(set(found.values())) > 1:
+        first = next(iter(found))
+        others = [rank for rank, value in found.items() if value != found[first]]
+        told = f": {found}" if name != "values" else ""
+        raise ValueError(f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}")
+
+
+def _digest(local: Any) -> str:
+    return hashlib.sha256(platform.tensor_to_numpy(local).tobytes()).hexdigest()
