@@ -163,30 +163,38 @@ def _search(bound: _Bound, start: State, goal: State) -> tuple[Step, ...]:
 
 def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
     """Every step that can be taken from a state."""
-    sizes = bound.local_sizes(state)
-    nbytes = math.prod(sizes) * bound.itemsize
     innermost = {axes[-1]: dim for dim, axes in enumerate(state.dim_axes) if axes}
     cutting = {axis for axes in state.dim_axes for axis in axes}
-    for axis, ranks in enumerate(bound.mesh_shape):
-        shares = [bound.share(sizes, dim, ranks) for dim in range(len(sizes))]
+    for axis in range(len(bound.mesh_shape)):
         if axis in innermost:
-            dim = innermost[axis]
-            yield Step("all_gather", axis, dim, nbytes=nbytes * (ranks - 1))
-            for other, share in enumerate(shares):
-                if other != dim:
-                    yield Step("all_to_all", axis, other, dim, nbytes=share)
-        elif (op := state.partial[axis]) is not None:
-            yield Step("all_reduce", axis, op=op, nbytes=2 * -(-nbytes // ranks) * (ranks - 1))
-            for dim, share in enumerate(shares):
-                yield Step("reduce_scatter", axis, dim, op=op, nbytes=share)
+            yield from _from_shard(bound, state, axis, innermost[axis])
+        elif state.partial[axis] is not None:
+            yield from _from_partial(bound, state, axis)
         elif axis not in cutting:
-            yield from (Step("slice", axis, dim) for dim in range(len(sizes)))
-            if (wanted := goal.partial[axis]) is not None and commute([*state.partial, wanted]):
+            yield from (Step("slice", axis, dim) for dim in range(len(bound.shape)))
+            wanted = goal.partial[axis]
+            if wanted is not None and commute([*state.partial, wanted]):
                 yield Step("part", axis, op=wanted)
     if state.partial == goal.partial and state != goal:
         exchange = _exchange(bound, state, goal)
         if exchange.nbytes:  # else slices do, without communication
             yield exchange  # last: where it costs the same, a named collective is better
+
+
+def _from_shard(bound: _Bound, state: State, axis: int, dim: int) -> Iterator[Step]:
+    sizes, ranks = bound.local_sizes(state), bound.mesh_shape[axis]
+    yield Step("all_gather", axis, dim, nbytes=math.prod(sizes) * bound.itemsize * (ranks - 1))
+    for other in range(len(sizes)):
+        if other != dim:
+            yield Step("all_to_all", axis, other, dim, nbytes=bound.share(sizes, other, ranks))
+
+
+def _from_partial(bound: _Bound, state: State, axis: int) -> Iterator[Step]:
+    sizes, ranks, op = bound.local_sizes(state), bound.mesh_shape[axis], state.partial[axis] or ""
+    nbytes = math.prod(sizes) * bound.itemsize
+    yield Step("all_reduce", axis, op=op, nbytes=2 * -(-nbytes // ranks) * (ranks - 1))
+    for dim in range(len(sizes)):
+        yield Step("reduce_scatter", axis, dim, op=op, nbytes=bound.share(sizes, dim, ranks))
 
 
 def _exchange(bound: _Bound, state: State, goal: State) -> Step:
