@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies that draw meshes, layouts and shapes for hypothesis."""
+"""Strategies that draw meshes, layouts and shapes for hypothesis, and arrays cut up as a layout says."""
 
+import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
@@ -34,3 +36,44 @@ def one_layout(draw, mesh, ndim, ops=None):
         else:
             partial[axis] = draw(st.sampled_from(ops))
     return mesh(list(placements_of(dim_axes, partial, mesh.mesh_shape))).bind(ndim)
+
+
+def own_indices(layout, shape, coordinate):
+    """The indices along each dim that a place has, by torch.chunk itself."""
+    found = []
+    for size, axes in zip(shape, layout.dim_axes, strict=True):
+        indices = torch.arange(size)
+        for axis in axes:
+            pieces = indices.chunk(layout.mesh_shape[axis]) if len(indices) else ()
+            place = coordinate[axis]
+            indices = pieces[place] if place < len(pieces) else indices[:0]
+        found.append(indices.numpy())
+    return found
+
+
+def split_up(whole, layout, rng):
+    """Every place's shard; where a reduction is pending, parts of both signs that reduce to the whole."""
+    parts = {(): whole}
+    for axis, placement in enumerate(layout.placements):
+        count = layout.mesh_shape[axis]
+        split = {}
+        for place, value in parts.items():
+            pieces = [value] * count
+            if placement.is_partial():
+                pieces = cut_into_parts(value, placement.reduce_op, count, rng)
+            split |= {(*place, i): piece for i, piece in enumerate(pieces)}
+        parts = split
+    return {place: part[np.ix_(*own_indices(layout, whole.shape, place))] for place, part in parts.items()}
+
+
+def cut_into_parts(value, op, count, rng):
+    if op in ("sum", "avg"):
+        others = [rng.standard_normal(value.shape) * 3 for _ in range(count - 1)]
+        last = value * (count if op == "avg" else 1) - sum(others)
+        return [*others, last]
+    if op == "prod":
+        others = [rng.uniform(0.5, 2.0, value.shape) * rng.choice([-1, 1], value.shape) for _ in range(count - 1)]
+        return [*others, value / np.prod(others, axis=0) if others else value]
+    winner = rng.integers(0, count, value.shape)
+    away = rng.uniform(0.1, 3.0, (count, *value.shape)) * (-1 if op == "max" else 1)
+    return [np.where(winner == i, value, value + away[i]) for i in range(count)]

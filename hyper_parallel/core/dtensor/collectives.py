@@ -23,24 +23,25 @@ from hyper_parallel.platform.transform import chunk_sizes
 LINEAR = ("sum", "avg")
 
 
-def redistribute(local: Any, source: Layout, target: Layout, shape: Sequence[int]) -> Any:
-    """This rank's shard in the target layout; differentiable."""
+def redistribute(local: Any, source: Layout, target: Layout, shape: Sequence[int], summed: Sequence[int] = ()) -> Any:
+    """This rank's shard in the target layout; differentiable.
+
+    ``summed``: axes on which the gradient will arrive in parts, because what is computed from the shard differs there
+    from rank to rank. A gather is then a reduce-scatter in backward, and a shard that stays is an all-reduce.
+    """
     ndim = len(shape)
     source, target = source.bind(ndim), target.bind(ndim)
-    if source is target:
-        return local
-    for axis, placement in enumerate(source.placements):
+    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
         # A maximum is not linear in its parts: it is taken first, and its gradient goes to the part that won.
-        if (
-            isinstance(placement, Partial)
-            and placement.reduce_op not in LINEAR
-            and target.placements[axis] != placement
-        ):
+        if isinstance(before, Partial) and before.reduce_op not in LINEAR and after != before:
             local = _functions()["reduce"].apply(local, source, axis)
             source = _with(source, axis, Replicate())
-    if source is target:
+    arriving = gradient_layout(target)
+    for axis in summed:
+        arriving = _with(arriving, axis, Partial())
+    if source is target and not summed:
         return local
-    return _functions()["redistribute"].apply(local, source, target, tuple(shape))
+    return _functions()["redistribute"].apply(local, source, target, arriving, tuple(shape))
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -186,15 +187,18 @@ def _functions() -> dict[str, Any]:
 
     class Redistribute(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, local: Any, source: Layout, target: Layout, shape: tuple[int, ...]) -> Any:
-            ctx.source, ctx.target, ctx.shape = source, target, shape
+        def forward(
+            ctx: Any, local: Any, source: Layout, target: Layout, arriving: Layout, shape: tuple[int, ...]
+        ) -> Any:
+            ctx.source, ctx.target, ctx.arriving, ctx.shape = source, target, arriving, shape
             result = run(plan(source, target, shape, platform.get_element_size(local)), local)
             return result.view_as(result) if result is local else result
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            back = redistribute(grad, gradient_layout(ctx.target), gradient_layout(ctx.source), ctx.shape)
-            return back * _share_of_parts(ctx.source, ctx.target), None, None, None
+            back = redistribute(grad, ctx.arriving, gradient_layout(ctx.source), ctx.shape)
+            share = _share_of_parts(ctx.source, ctx.target)
+            return back if share == 1 else back * share, None, None, None, None
 
     class Reduce(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod

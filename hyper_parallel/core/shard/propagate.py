@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a rule and the layouts of the operands to a plan: how operands must lie, how results will, what gradients need.
+
+    plan = propagate(einsum("m k, k n -> m n").bind([(4, 8), (8, 6)]), [layout("None", "tp"), layout("tp", "None")])
+    plan.results[0].placements == (Partial(),)
+
+Each axis is decided on its own: what moves the fewest bytes, then what changes the fewest operands, then what leaves
+dims alone that other axes cut, then the order of the rule's choices, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.dtensor.layout import Layout, placements_of
+from hyper_parallel.core.shard.binding import BoundTensor
+from hyper_parallel.core.shard.rule import BoundRule, Choice, Place
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """What one call does. Operands and results in the order of the rule; a tuple for a list, None for an absent one."""
+
+    operands: tuple[Any, ...]  # the layout that each operand must have
+    results: tuple[Any, ...]  # the layout that each result has
+    shapes: tuple[Any, ...]  # the global shape of each result
+    routes: tuple[Any, ...]  # for each operand the axes on which its gradient must be summed
+    choices: tuple[Choice, ...]  # what each axis does
+
+    def __str__(self) -> str:
+        return "; ".join(str(choice) for choice in self.choices)
+
+
+def propagate(bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None = None) -> OpPlan:
+    """The plan for operands of these layouts: one a tensor, a tuple for a list, None for an absent operand."""
+    call = _Call(bound, _checked(bound, layouts), itemsizes)
+    chosen = call.choose()
+    orders = call.orders(chosen)
+    return OpPlan(
+        operands=call.layouts_for(bound.operands, [choice.operands for choice in chosen], orders),
+        results=call.layouts_for(bound.results, [choice.results for choice in chosen], orders),
+        shapes=bound.result_shapes,
+        routes=_summed_axes(bound.operands, [choice.grads_out for choice in chosen]),
+        choices=tuple(chosen),
+    )
+
+
+class _Call:
+    """One call while its axes are decided."""
+
+    def __init__(self, bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None) -> None:
+        self._bound = bound
+        self._tensors = _pairs(bound.operands, layouts)
+        self._sizes = list(itemsizes) if itemsizes is not None else [4] * len(self._tensors)
+        self._mesh = _one_mesh(bound, [layout for _, layout in self._tensors])
+
+    def choose(self) -> list[Choice]:
+        """What each axis does. Axes that cut one factor together must cut it alike in every tensor."""
+        chosen: list[Choice] = []
+        for axis in range(self._mesh.ndim):
+            ranked = sorted(self._bound.choices(), key=lambda choice: self._cost(axis, choice))
+            chosen.append(next(choice for choice in ranked if self._fits([*chosen, choice])))
+        return chosen
+
+    def orders(self, chosen: Sequence[Choice]) -> dict[str, list[int]]:
+        """For each factor the axes that cut it, outermost first: as an operand has it already, else as the mesh has."""
+        factors = {choice.factor for choice in chosen if choice.factor is not None}
+        return {name: self._order(name, [a for a, c in enumerate(chosen) if c.factor == name]) for name in factors}
+
+    def layouts_for(self, tensors: Any, places: Sequence[Any], orders: dict[str, list[int]]) -> tuple[Any, ...]:
+        """The layouts of operands or results when each axis puts them in these places."""
+        return tuple(
+            None
+            if item is None
+            else tuple(self._layout(t, [axis[i][j] for axis in places], orders) for j, t in enumerate(item))
+            if isinstance(item, tuple)
+            else self._layout(item, [axis[i] for axis in places], orders)
+            for i, item in enumerate(tensors)
+        )
+
+    def _layout(self, tensor: BoundTensor, places: Sequence[Place], orders: dict[str, list[int]]) -> Layout:
+        dim_axes: list[list[int]] = [[] for _ in tensor.dims]
+        for dim, factors in enumerate(tensor.dims):
+            cutting = [axis for axis, place in enumerate(places) if place.dim == dim]
+            for factor in factors:
+                dim_axes[dim] += [axis for axis in orders.get(factor, []) if axis in cutting]
+        placements = placements_of(dim_axes, [place.op for place in places], self._mesh.mesh_shape)
+        return Layout.from_device_mesh(self._mesh)(list(placements)).bind(len(tensor.dims))
+
+    def _order(self, factor: str, axes: list[int]) -> list[int]:
+        for tensor, layout in self._tensors:
+            dim = tensor.find(factor)
+            if dim is not None and sorted(layout.dim_axes[dim]) == axes:
+                return list(layout.dim_axes[dim])
+        return axes
+
+    def _fits(self, chosen: Sequence[Choice]) -> bool:
+        if any(len(_pending(places)) > 1 for places in zip(*(_flat(c.results) for c in chosen), strict=True)):
+            return False  # reductions that do not commute
+        shape = self._mesh.mesh_shape
+        return all(self._bound.fits(f, *(shape[a] for a in axes)) for f, axes in self.orders(chosen).items())
+
+    def _cost(self, axis: int, choice: Choice) -> tuple[int, int, int]:
+        """(bytes moved, operands changed, dims cut again) to put every operand where the choice wants it on an axis."""
+        nbytes = changed = nested = 0
+        for (tensor, layout), place, itemsize in zip(self._tensors, _flat(choice.operands), self._sizes, strict=True):
+            have = _place(layout, axis)
+            if have != place:
+                local = math.prod(layout.local_shape(tensor.shape, (0,) * self._mesh.ndim)) * itemsize
+                nbytes += _moved(have, place, local, self._mesh.mesh_shape[axis])
+                changed += 1
+                nested += place.dim is not None and bool(layout.dim_axes[place.dim])
+        return nbytes, changed, nested
+
+
+def _moved(have: Place, want: Place, local: int, ranks: int) -> int:
+    """The bytes that a rank receives to go from one placement to another along an axis."""
+    share = -(-local // ranks) * (ranks - 1)
+    if have.op is not None:
+        return share if want.dim is not None else 2 * share
+    if have.dim is not None:
+        return share if want.dim is not None else local * (ranks - 1)
+    return 0
+
+
+def _place(layout: Layout, axis: int) -> Place:
+    """A layout's placement on an axis, in the rule's words."""
+    op = layout.partial[axis]
+    dim = next((dim for dim, axes in enumerate(layout.dim_axes) if axis in axes), None)
+    return Place(dim, op)
+
+
+def _flat(places: Any) -> list[Any]:
+    return [p for item in places if item is not None for p in (item if isinstance(item, tuple) else (item,))]
+
+
+def _pending(places: Sequence[Place]) -> set[str]:
+    return {"sum" if place.op == "avg" else place.op for place in places if place.op is not None}
+
+
+def _pairs(tensors: Any, layouts: Sequence[Any]) -> list[tuple[BoundTensor, Layout]]:
+    return [
+        pair
+        for item, given in zip(tensors, layouts, strict=True)
+        if item is not None
+        for pair in (zip(item, given, strict=True) if isinstance(item, tuple) else [(item, given)])
+    ]
+
+
+def _checked(bound: BoundRule, layouts: Sequence[Any]) -> list[Any]:
+    """The layouts, bound to the operands' numbers of dims."""
+    found: list[Any] = []
+    for item, given in zip(bound.operands, layouts, strict=True):
+        if isinstance(item, tuple):
+            found.append(tuple(one.bind(len(t.dims)) for t, one in zip(item, given, strict=True)))
+        else:
+            found.append(None if item is None else given.bind(len(item.dims)))
+    return found
+
+
+def _one_mesh(bound: BoundRule, layouts: Sequence[Layout]) -> Any:
+    meshes = {layout.mesh for layout in layouts}
+    bound.rule.require(len(meshes) == 1, f"the operands must lie on one mesh, they lie on {sorted(map(str, meshes))}")
+    return next(iter(meshes))
+
+
+def _summed_axes(operands: Any, places: Sequence[Any]) -> tuple[Any, ...]:
+    """For each operand the axes on which every rank gets a part of the gradient."""
+
+    def axes_of(at: Any) -> tuple[int, ...]:
+        return tuple(axis for axis, choice in enumerate(places) if at(choice).op == "sum")
+
+    return tuple(
+        None
+        if item is None
+        else tuple(axes_of(lambda choice, i=i, j=j: choice[i][j]) for j in range(len(item)))
+        if isinstance(item, tuple)
+        else axes_of(lambda choice, i=i: choice[i])
+        for i, item in enumerate(operands)
+    )
