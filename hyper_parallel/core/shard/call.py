@@ -44,7 +44,7 @@ def _refuse_lookups(rule: Rule, plan: OpPlan) -> None:
     for axis, choice in enumerate(plan.choices):
         rule.require(
             rule.notation.marks.get(choice.factor or "") != LOOKED_UP,
-            f"factor {choice.factor} is looked up and cut along axis {axis}; redistribute that operand so that it is not",
+            f"factor {choice.factor} is looked up and cut along axis {axis}; redistribute that operand first",
         )
 
 
