@@ -8,6 +8,7 @@ waits in the same collective, because it does not talk to the missing one itself
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from datetime import timedelta
@@ -94,14 +95,19 @@ class Lookout(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="hyper_parallel-lookout", daemon=True)
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Looks around as long as there is a job."""
-        while dist.is_initialized():
-            time.sleep(LOOK_SECONDS)
+        while dist.is_initialized() and not self._ended.wait(LOOK_SECONDS):
             for collective, group, since in list(WAITING.values()):
                 if time.monotonic() - since > LOOK_SECONDS:
                     self._note(collective, group)
+
+    def end(self) -> None:
+        """Stops looking and waits for that."""
+        self._ended.set()
+        self.join()
 
     def _note(self, collective: str, group: dist.ProcessGroup) -> None:
         try:
@@ -122,6 +128,13 @@ def _keep_lookout() -> None:
     if _lookout is None or not _lookout.is_alive():
         _lookout = Lookout()
         _lookout.start()
+
+
+@atexit.register
+def end_lookout() -> None:
+    """Ends the thread with the job or the process: a thread inside the store must not meet the interpreter's end."""
+    if _lookout is not None and _lookout.is_alive():
+        _lookout.end()
 
 
 def _exchange_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str] | None:

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from hyper_parallel.platform import platform as contract
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, explain_group
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -96,6 +96,7 @@ class Groups(Platform):
             return
         resolved = self._group("destroy_process_group", group)
         if resolved is dist.group.WORLD:
+            end_lookout()
             dist.destroy_process_group()
             self._generations.clear()
             self._epoch = 0
