@@ -65,6 +65,14 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         placements: tuple[Placement, ...] = self._layout.placements
         return placements
 
+    def size(self, dim: int | None = None) -> Any:
+        """The shape of the whole, or its size along a dim."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """The number of elements of the whole."""
+        return math.prod(self.shape)
+
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None) -> DTensor:
         """The same tensor in another layout on the same mesh; Replicate where none is given."""
         mesh = device_mesh or self.device_mesh
