@@ -77,6 +77,7 @@ def on_ranks(world_size: int, *, timeout: float | None = None) -> Callable[[_F],
     return decorate
 
 
+@atexit.register
 def close_ranks() -> None:
     """Ends all rank processes; the next job starts new ones."""
     for pool in list(_pools.values()):
@@ -87,8 +88,6 @@ def close_ranks() -> None:
 def _pool(world_size: int) -> RankPool:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"run_ranks: world_size must be a positive int, got {world_size!r}")
-    if not _pools:
-        atexit.register(close_ranks)
     return _pools.setdefault(world_size, RankPool(world_size))
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
+from hyper_parallel.core.dtensor.placement_types import commute
 from hyper_parallel.core.shard.binding import BoundTensor
 from hyper_parallel.core.shard.rule import BoundRule, Choice, Place
 
@@ -98,7 +99,7 @@ class _Call:
         return axes
 
     def _fits(self, chosen: Sequence[Choice]) -> bool:
-        if any(len(_pending(places)) > 1 for places in zip(*(_flat(c.results) for c in chosen), strict=True)):
+        if not all(commute(p.op for p in places) for places in zip(*(_flat(c.results) for c in chosen), strict=True)):
             return False  # reductions that do not commute
         shape = self._mesh.mesh_shape
         return all(self._bound.fits(f, *(shape[a] for a in axes)) for f, axes in self.orders(chosen).items())
@@ -135,10 +136,6 @@ def _place(layout: Layout, axis: int) -> Place:
 
 def _flat(places: Any) -> list[Any]:
     return [p for item in places if item is not None for p in (item if isinstance(item, tuple) else (item,))]
-
-
-def _pending(places: Sequence[Place]) -> set[str]:
-    return {"sum" if place.op == "avg" else place.op for place in places if place.op is not None}
 
 
 def _pairs(tensors: Any, layouts: Sequence[Any]) -> list[tuple[BoundTensor, Layout]]:

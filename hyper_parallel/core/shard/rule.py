@@ -17,9 +17,9 @@ from typing import Any
 
 from hyper_parallel.core.shard.binding import Bound, BoundFactor, BoundTensor, bind, each
 from hyper_parallel.core.shard.notation import LOOKED_UP, REST, WHOLE, Notation, parse
+from hyper_parallel.platform.platform import REDUCE_OPS
 from hyper_parallel.platform.transform import chunk_sizes
 
-REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 BROADCASTS = ("none", "rest", "all")
 
 
@@ -105,9 +105,9 @@ class Rule:
             raise ValueError(f"rule {self.text!r}: {problem}")
 
     def _settings(self) -> Iterator[tuple[str, object, Sequence[object]]]:
-        yield "reduce", self.reduce, REDUCTIONS
+        yield "reduce", self.reduce, REDUCE_OPS
         yield "broadcast", self.broadcast, BROADCASTS
-        yield from (("carries", op, REDUCTIONS) for op in self.carries)
+        yield from (("carries", op, REDUCE_OPS) for op in self.carries)
         operands = range(len(self.notation.operands))
         yield from (("linear", operand, operands) for group in self.linear for operand in group)
 
@@ -167,7 +167,7 @@ def reduction(kind: str, text: str) -> Rule:
 
 def move(text: str) -> Rule:
     """Elements move and none is computed, so that a Partial of any kind passes. Nothing broadcasts."""
-    rule = Rule(text, linear=(tuple(range(len(parse(text).operands))),), carries=REDUCTIONS, broadcast="none")
+    rule = Rule(text, linear=(tuple(range(len(parse(text).operands))),), carries=REDUCE_OPS, broadcast="none")
     _require_kept("move", rule)
     return rule
 

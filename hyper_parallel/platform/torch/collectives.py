@@ -30,7 +30,7 @@ class Collectives(Groups):
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         resolved = self._group("barrier", group)
-        self._announce(Call("barrier"), resolved)
+        self._announce(lambda: Call("barrier"), resolved)
         work = self._call("barrier", resolved, lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids))
         handle = Handle(work, "barrier", resolved)
         if async_op:
@@ -42,7 +42,7 @@ class Collectives(Groups):
         group = self._group("all_reduce", group_info)
         check_tensor("all_reduce", data)
         check_reducible("all_reduce", data, op, group)
-        self._announce(Call.on("all_reduce", data, op), group, 2 * _share(data, group))
+        self._announce(lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group))
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = data.detach().contiguous()
         if gloo.is_used(group, data) and gloo.is_small(data):
@@ -53,7 +53,7 @@ class Collectives(Groups):
                 Handle(work, "all_reduce", group, lambda: _copy_into(data, gloo.reduce_pieces(pieces, op))),
                 async_op,
             )
-        native = _REDUCE_OP[gloo.BOOL_OP.get(op, op) if data.dtype is torch.bool else op]
+        native = _native_op(op, data)
         work = self._call("all_reduce", group, lambda: dist.all_reduce(buffer, native, group, async_op=True))
         finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
         return self._result(data, Handle(work, "all_reduce", group, finish), async_op)
@@ -61,7 +61,8 @@ class Collectives(Groups):
     def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
         group = self._group("all_gather_into_tensor", group_info)
         check_tensor("all_gather_into_tensor", data)
-        self._announce(Call.on("all_gather_into_tensor", data), group, data.nbytes * (group.size() - 1))
+        received = data.nbytes * (group.size() - 1)
+        self._announce(lambda: Call.on("all_gather_into_tensor", data), group, received)
         source = data.detach().contiguous()
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
@@ -81,14 +82,14 @@ class Collectives(Groups):
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
             raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
-        self._announce(Call.on(call, data, op), group, _share(data, group))
+        self._announce(lambda: Call.on(call, data, op), group, _share(data, group))
         source = data.detach().contiguous()
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
         if not gloo.is_used(group, data):
             work = self._call(
                 call,
                 group,
-                lambda: dist.reduce_scatter_single(output, source, _REDUCE_OP[op], group, async_op=True),
+                lambda: dist.reduce_scatter_single(output, source, _native_op(op, data), group, async_op=True),
             )
             return self._result(output, Handle(work, call, group), async_op)
         pieces = source.new_empty((size, *output.shape))
@@ -121,7 +122,7 @@ class Collectives(Groups):
         check_tensor("broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
         received = 0 if src == self.get_rank() else data.nbytes
-        self._announce(Call.on("broadcast", data, f"src {src}"), resolved, received)
+        self._announce(lambda: Call.on("broadcast", data, f"src {src}"), resolved, received)
         buffer = data.detach().contiguous()
         work = self._call(
             "broadcast",
@@ -137,8 +138,7 @@ class Collectives(Groups):
         self._check_peer("isend", "dst", dst, resolved)
         source = tensor.detach().contiguous()
         call = f"isend to rank {dst}"
-        if self._listeners:
-            self._tell("isend", (self.get_rank(), dst or 0), 0)
+        self._tell("isend", (self.get_rank(), dst), 0)
         work = self._call(call, resolved, lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag))
         return Handle(work, call, resolved, peer=dst)
 
@@ -149,8 +149,7 @@ class Collectives(Groups):
             self._check_peer("irecv", "src", src, resolved)
         buffer = tensor.detach().contiguous()
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
-        if self._listeners:
-            self._tell("irecv", (self.get_rank(), *([] if src is None else [src])), tensor.nbytes)
+        self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
         work = self._call(call, resolved, lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag))
         finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
         return Handle(work, call, resolved, finish, peer=src)
@@ -173,7 +172,7 @@ class Collectives(Groups):
                 f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
                 f"{len(object_list)}"
             )
-        self._announce(Call("all_gather_object"), resolved)
+        self._announce(lambda: Call("all_gather_object"), resolved)
         self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
@@ -189,12 +188,13 @@ class Collectives(Groups):
     ) -> tuple[torch.Tensor, Handle]:
         """Starts an all-to-all along dim 0; returns the output and its handle."""
         if output_splits is None or input_splits is None:
-            self._announce(Call.on(call, source, f"to {tuple(shape)}"), group, _share(source, group))
+            self._announce(lambda: Call.on(call, source, f"to {tuple(shape)}"), group, _share(source, group))
         else:  # the sizes along dim 0 may differ, but must fit crosswise
             row = math.prod(source.shape[1:]) * source.element_size()
             others = sum(output_splits) - output_splits[group.rank()]
-            splits = tuple(input_splits), tuple(output_splits)
-            self._announce(Call(call, (source.dtype, *source.shape[1:]), *splits), group, others * row)
+            facts = (source.dtype, *source.shape[1:])
+            sends, receives = tuple(input_splits), tuple(output_splits)
+            self._announce(lambda: Call(call, facts, sends, receives), group, others * row)
         source = source.detach().contiguous()
         output = source.new_empty(tuple(shape))
         work = self._call(
@@ -211,15 +211,20 @@ class Collectives(Groups):
         )
         return output, Handle(work, call, group)
 
-    def _announce(self, call: Call, group: dist.ProcessGroup, nbytes: int = 0) -> None:
-        """Compares the ranks' calls if that was asked for, and tells the listeners."""
+    def _announce(self, describe: Callable[[], Call], group: dist.ProcessGroup, nbytes: int = 0) -> None:
+        """Compares the ranks' calls if that was asked for, and tells the listeners; else costs next to nothing."""
+        if not self._checks_collectives and not self._listeners:
+            return
+        call = describe()
         if self._checks_collectives:
             self._call(call.name, group, lambda: require_agreement(call, group))
-        if self._listeners:
-            self._tell(call.name, tuple(dist.get_process_group_ranks(group)), nbytes)
+        self._tell(call.name, dist.get_process_group_ranks(group), nbytes)
 
-    def _tell(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
-        traffic = Traffic(name, ranks, nbytes, backward=torch._C._current_graph_task_id() != -1)
+    def _tell(self, name: str, ranks: Sequence[int | None], nbytes: int) -> None:
+        if not self._listeners:
+            return
+        members = tuple(rank for rank in ranks if rank is not None)
+        traffic = Traffic(name, members, nbytes, backward=torch._C._current_graph_task_id() != -1)
         for listener in list(self._listeners):
             listener(traffic)
 
@@ -262,6 +267,11 @@ def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessG
         raise ValueError(f"{call}: {op} is not defined for {data.dtype}")
     if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
         raise ValueError(f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}")
+
+
+def _native_op(op: str, data: torch.Tensor) -> Any:
+    """The backend's reduction; for bools a sum is "any" and a product "all", as in torch."""
+    return _REDUCE_OP[{"sum": "max", "prod": "min"}.get(op, op) if data.dtype is torch.bool else op]
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

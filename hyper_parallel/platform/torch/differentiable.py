@@ -424,8 +424,7 @@ class _Exchange(Function):
         source = tensor.detach().contiguous()
         output = torch.empty_like(source)
         call = f"p2p_exchange with rank {peer}"
-        if platform._listeners:
-            platform._tell("p2p_exchange", (platform.get_rank(), peer), source.nbytes)
+        platform._tell("p2p_exchange", (platform.get_rank(), peer), source.nbytes)
         ops = [dist.P2POp(dist.isend, source, peer, group), dist.P2POp(dist.irecv, output, peer, group)]
         for work in platform._call(call, group, lambda: dist.batch_isend_irecv(ops), peer):
             Handle(work, call, group, peer=peer).wait()

@@ -22,9 +22,6 @@ SMALL = 1 << 16
 # Messages of a collective must not be taken for those of the user's isend and irecv in the same group.
 TAG = 0x6870
 
-# For bools a sum is "any" and a product "all", as in torch.
-BOOL_OP = {"sum": "max", "prod": "min"}
-
 # What gloo can carry; data of any other dtype travels as bytes, and cannot be reduced.
 DTYPES = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
