@@ -15,10 +15,10 @@ import enum
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.platform import containers
 from hyper_parallel.platform.micro_batch import MicroBatch
@@ -50,6 +50,14 @@ class CheckpointPolicy(enum.Enum):
     MUST_RECOMPUTE = "must_recompute"
     PREFER_RECOMPUTE = "prefer_recompute"
     MUST_SWAP = "must_swap"
+
+
+class Called(NamedTuple):
+    """An operator as it was called: its name, whether its first argument is the target, its positional parameters."""
+
+    name: str
+    inplace: bool
+    parameters: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -378,6 +386,18 @@ class Platform(ABC):
         """The operator's name without namespace and overload: "add" for torch.add, Tensor.add and aten.add.Tensor."""
 
     @abstractmethod
+    def called(self, func: Any) -> Called:
+        """What the rules call a function of the framework, and how it names its arguments."""
+
+    @abstractmethod
+    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments by the names that the rules use."""
+
+    @abstractmethod
+    def operator(self, name: str) -> Callable[..., Any]:
+        """The framework's function for an operator's name."""
+
+    @abstractmethod
     def is_tensor(self, obj: Any) -> bool:
         """Whether ``obj`` is a tensor of this framework."""
 
@@ -481,6 +501,18 @@ class Platform(ABC):
     def no_grad(self) -> AbstractContextManager[Any]:
         """A context in which nothing is recorded for backward."""
 
+    @abstractmethod
+    def is_recorded(self, tensor: Any) -> bool:
+        """Whether what is computed from the tensor now is recorded for backward."""
+
+    @abstractmethod
+    def version_of(self, tensor: Any) -> int | None:
+        """A number that changes when the tensor is changed in place; None where nobody counts."""
+
+    @abstractmethod
+    def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
+        """A mapping that lives as long as the tensor and does not keep it alive; for tensors made from it."""
+
     def tree_map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
         """The same nested container with ``fn(leaf)`` at every leaf."""
         return containers.tree_map(fn, tree)
@@ -510,6 +542,14 @@ class Platform(ABC):
     @abstractmethod
     def get_rng_state(self) -> Any:
         """The state of the generator that draws on this process's device."""
+
+    @abstractmethod
+    def draw_seed(self) -> int:
+        """A seed from the generator of the process: the same on ranks whose generators are in step."""
+
+    @abstractmethod
+    def seeded(self, seed: int) -> AbstractContextManager[Any]:
+        """A context with another seed, after which the device's generator goes on as if nothing had been drawn."""
 
     @abstractmethod
     def set_rng_state(self, state: Any) -> None:

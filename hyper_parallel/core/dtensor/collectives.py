@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut
@@ -23,25 +25,70 @@ from hyper_parallel.platform.transform import chunk_sizes
 LINEAR = ("sum", "avg")
 
 
-def redistribute(local: Any, source: Layout, target: Layout, shape: Sequence[int], summed: Sequence[int] = ()) -> Any:
+def redistribute(
+    local: Any,
+    source: Layout,
+    target: Layout,
+    shape: Sequence[int],
+    summed: Sequence[int] = (),
+    *,
+    value: Any = None,
+    implicit: bool = False,
+) -> Any:
     """This rank's shard in the target layout; differentiable.
 
     ``summed``: axes on which the gradient will arrive in parts, because what is computed from the shard differs there
     from rank to rank. A gather is then a reduce-scatter in backward, and a shard that stays is an all-reduce.
+    ``value``: the result, where it is known from before; nothing is communicated then, except in backward.
+    ``implicit``: nobody asked for it by name; the ledger tells.
     """
     ndim = len(shape)
     source, target = source.bind(ndim), target.bind(ndim)
     for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
         # A maximum is not linear in its parts: it is taken first, and its gradient goes to the part that won.
         if isinstance(before, Partial) and before.reduce_op not in LINEAR and after != before:
-            local = _functions()["reduce"].apply(local, source, axis)
-            source = _with(source, axis, Replicate())
+            with cause(implicit):
+                local = _functions()["reduce"].apply(local, source, axis)
+            source, value = _with(source, axis, Replicate()), None
     arriving = gradient_layout(target)
     for axis in summed:
         arriving = _with(arriving, axis, Partial())
     if source is target and not summed:
         return local
-    return _functions()["redistribute"].apply(local, source, target, arriving, tuple(shape))
+    return _functions()["redistribute"].apply(local, value, _Way(source, target, arriving, tuple(shape), implicit))
+
+
+class _Way(NamedTuple):
+    """From one layout to another: how the gradient arrives, and whether anybody asked for it."""
+
+    source: Layout
+    target: Layout
+    arriving: Layout
+    shape: tuple[int, ...]
+    implicit: bool
+
+
+class _Cause(threading.local):
+    implicit = False
+
+
+_CAUSE = _Cause()
+
+
+@contextmanager
+def cause(implicit: bool) -> Iterator[None]:
+    """What is communicated inside was asked for by name, or was not."""
+    before = _CAUSE.implicit
+    _CAUSE.implicit = implicit
+    try:
+        yield
+    finally:
+        _CAUSE.implicit = before
+
+
+def is_implicit() -> bool:
+    """Whether what this thread communicates now was asked for by nobody."""
+    return _CAUSE.implicit
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -187,18 +234,19 @@ def _functions() -> dict[str, Any]:
 
     class Redistribute(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(
-            ctx: Any, local: Any, source: Layout, target: Layout, arriving: Layout, shape: tuple[int, ...]
-        ) -> Any:
-            ctx.source, ctx.target, ctx.arriving, ctx.shape = source, target, arriving, shape
-            result = run(plan(source, target, shape, platform.get_element_size(local)), local)
-            return result.view_as(result) if result is local else result
+        def forward(ctx: Any, local: Any, value: Any, way: _Way) -> Any:
+            ctx.way = way
+            if value is None:
+                with cause(way.implicit):
+                    value = run(plan(way.source, way.target, way.shape, platform.get_element_size(local)), local)
+            return value.detach()  # a tensor of its own in the graph, which may share its memory
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            back = redistribute(grad, ctx.arriving, gradient_layout(ctx.source), ctx.shape)
-            share = _share_of_parts(ctx.source, ctx.target)
-            return back if share == 1 else back * share, None, None, None, None
+            way = ctx.way
+            back = redistribute(grad, way.arriving, gradient_layout(way.source), way.shape, implicit=way.implicit)
+            share = _share_of_parts(way.source, way.target)
+            return back if share == 1 else back * share, None, None
 
     class Reduce(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod

@@ -10,7 +10,9 @@ the shards, so gradients flow through all of it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -51,7 +54,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
             )
         if run_check:
             _check_ranks(local_tensor, layout, whole)
-        return DTensor(local_tensor, layout, whole)
+        made = DTensor(local_tensor, layout, whole)
+        # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
+        made._routes = platform.memory_of(local_tensor)
+        return made
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -79,14 +85,16 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         if mesh != self.device_mesh:
             raise ValueError(f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}")
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
-        target = layout_of(mesh, wanted, len(self.shape))
+        target = layout_of(mesh, wanted, len(self._shape))
         if target is self._layout:
             return self
-        return DTensor(redistribute(self._local, self._layout, target, tuple(self.shape)), target, self.shape)
+        made = DTensor(local_for(self, target, implicit=False), target, self._shape)
+        made._origin = self
+        return made
 
     def reduce_partial(self) -> DTensor:
         """The same tensor without pending reductions."""
-        return self.redistribute(None, list(self._layout.reset_partial().placements))
+        return self.redistribute(None, self._layout.reset_partial())
 
     def full_tensor(self) -> Any:
         """The whole as a plain tensor, on every rank."""
@@ -94,16 +102,23 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """The tensor with another dtype or device, as the framework's ``to``."""
-        moved = self._local.to(*args, **kwargs)
-        if self._layout.is_partial() and not platform.is_floating_point(moved):
-            raise ValueError(
-                f"to: {self._layout}: parts must be reduced before they are rounded; reduce_partial() first"
-            )
-        return self if moved is self._local else DTensor(moved, self._layout, self.shape)
+        moved: DTensor = DTensor.dispatch(platform.operator("to"), (self, *args), kwargs)
+        return moved
 
     def float(self) -> DTensor:
         """The tensor in float32."""
         return self.to(platform.str_to_dtype("float32"))
+
+    @classmethod
+    def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator of the framework by its rule."""
+        return _dispatcher().dispatch(func, args, kwargs)
+
+
+@functools.cache
+def _dispatcher() -> Any:
+    # The rules are a layer above this one: they come in with the first operator.
+    return importlib.import_module("hyper_parallel.core.shard._op_dispatch")._OP_DISPATCHER
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:

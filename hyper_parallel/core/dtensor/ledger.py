@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was communicated: every collective with its ranks, bytes, direction and the line of the user that caused it.
+"""What was communicated: every collective with its ranks, bytes, direction, cause and the user's line.
 
 with CommunicationLedger(mesh) as ledger:
     loss = model(x)
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hyper_parallel.core.dtensor.collectives import is_implicit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Traffic
@@ -34,6 +35,7 @@ class Entry:
     axis: str  # the mesh's name for these ranks, or the ranks
     nbytes: int
     backward: bool
+    implicit: bool  # an operator needed it; nobody called redistribute() or its like
     line: str  # file:line of the user's code; in backward often the call of backward()
 
 
@@ -52,9 +54,10 @@ class CommunicationLedger:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def counts(self, *, backward: bool | None = None) -> dict[str, int]:
-        """How often each collective ran: in forward, in backward, or in both."""
-        return dict(Counter(entry.collective for entry in self.entries if backward in (None, entry.backward)))
+    def counts(self, *, backward: bool | None = None, implicit: bool | None = None) -> dict[str, int]:
+        """How often each collective ran: in forward, in backward or both; asked for, implicit or both."""
+        wanted = (e for e in self.entries if backward in (None, e.backward) and implicit in (None, e.implicit))
+        return dict(Counter(entry.collective for entry in wanted))
 
     def nbytes(self, *, backward: bool | None = None) -> int:
         """The bytes that this rank received."""
@@ -62,16 +65,17 @@ class CommunicationLedger:
 
     def table(self) -> str:
         """All of it for people."""
-        lines = [f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9}line"]
+        lines = [f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9} {'cause':<9}line"]
         for entry in self.entries:
             way = "backward" if entry.backward else "forward"
-            lines.append(f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9}{entry.line}")
+            why = "implicit" if entry.implicit else "asked"
+            lines.append(f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9} {why:<9}{entry.line}")
         return "\n".join([*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"])
 
     def _record(self, traffic: Traffic) -> None:
         axis = self._names.get(frozenset(traffic.ranks), str(list(traffic.ranks)))
         line = _users_line(sys._getframe(1))
-        self.entries.append(Entry(traffic.collective, axis, traffic.nbytes, traffic.backward, line))
+        self.entries.append(Entry(traffic.collective, axis, traffic.nbytes, traffic.backward, is_implicit(), line))
 
 
 def _names_of(mesh: DeviceMesh) -> dict[frozenset[int], str]:

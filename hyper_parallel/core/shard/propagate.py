@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
 from hyper_parallel.core.dtensor.placement_types import commute
 from hyper_parallel.core.shard.binding import BoundTensor
@@ -30,23 +31,67 @@ class OpPlan:
     shapes: tuple[Any, ...]  # the global shape of each result
     routes: tuple[Any, ...]  # for each operand the axes on which its gradient must be summed
     choices: tuple[Choice, ...]  # what each axis does
+    orders: dict[str, list[int]]  # for each factor that is cut the axes that cut it, outermost first
 
     def __str__(self) -> str:
         return "; ".join(str(choice) for choice in self.choices)
 
 
-def propagate(bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None = None) -> OpPlan:
-    """The plan for operands of these layouts: one a tensor, a tuple for a list, None for an absent operand."""
+def propagate(
+    bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None = None, *, inplace: bool = False
+) -> OpPlan | None:
+    """The plan for operands of these layouts: one a tensor, a tuple for a list, None for an absent operand.
+
+    ``inplace``: the first operand stays as it lies and the first result lies there too; None where that cannot be.
+    """
     call = _Call(bound, _checked(bound, layouts), itemsizes)
-    chosen = call.choose()
-    orders = call.orders(chosen)
+    chosen = call.choose(inplace)
+    if chosen is None:
+        return None
+    made = plan_for(bound, chosen, call.mesh, call.orders(chosen))
+    stays = not inplace or made.operands[0] is made.results[0] is call.first
+    return made if stays else None
+
+
+def plan_for(bound: BoundRule, chosen: Sequence[Choice], mesh: DeviceMesh, orders: dict[str, list[int]]) -> OpPlan:
+    """The plan when each axis does what was chosen for it; ``orders``: the axes that cut each factor, outermost first."""
+    sides = _Sides(mesh, orders)
     return OpPlan(
-        operands=call.layouts_for(bound.operands, [choice.operands for choice in chosen], orders),
-        results=call.layouts_for(bound.results, [choice.results for choice in chosen], orders),
+        operands=sides.layouts_for(bound.operands, [choice.operands for choice in chosen]),
+        results=sides.layouts_for(bound.results, [choice.results for choice in chosen]),
         shapes=bound.result_shapes,
         routes=_summed_axes(bound.operands, [choice.grads_out for choice in chosen]),
         choices=tuple(chosen),
+        orders=orders,
     )
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The layouts of operands and results from the places that the axes give them."""
+
+    mesh: DeviceMesh
+    orders: dict[str, list[int]]
+
+    def layouts_for(self, tensors: Any, places: Sequence[Any]) -> tuple[Any, ...]:
+        """The layouts of operands or results when each axis puts them in these places."""
+        return tuple(
+            None
+            if item is None
+            else tuple(self._layout(t, [axis[i][j] for axis in places]) for j, t in enumerate(item))
+            if isinstance(item, tuple)
+            else self._layout(item, [axis[i] for axis in places])
+            for i, item in enumerate(tensors)
+        )
+
+    def _layout(self, tensor: BoundTensor, places: Sequence[Place]) -> Layout:
+        dim_axes: list[list[int]] = [[] for _ in tensor.dims]
+        for dim, factors in enumerate(tensor.dims):
+            cutting = [axis for axis, place in enumerate(places) if place.dim == dim]
+            for factor in factors:
+                dim_axes[dim] += [axis for axis in self.orders.get(factor, []) if axis in cutting]
+        placements = placements_of(dim_axes, [place.op for place in places], self.mesh.mesh_shape)
+        return Layout.from_device_mesh(self.mesh)(list(placements)).bind(len(tensor.dims))
 
 
 class _Call:
@@ -56,40 +101,33 @@ class _Call:
         self._bound = bound
         self._tensors = _pairs(bound.operands, layouts)
         self._sizes = list(itemsizes) if itemsizes is not None else [4] * len(self._tensors)
-        self._mesh = _one_mesh(bound, [layout for _, layout in self._tensors])
+        self.mesh = _one_mesh(bound, [layout for _, layout in self._tensors])
 
-    def choose(self) -> list[Choice]:
+    @property
+    def first(self) -> Layout:
+        """How the first operand lies."""
+        return self._tensors[0][1]
+
+    def choose(self, inplace: bool) -> list[Choice] | None:
         """What each axis does. Axes that cut one factor together must cut it alike in every tensor."""
         chosen: list[Choice] = []
-        for axis in range(self._mesh.ndim):
-            ranked = sorted(self._bound.choices(), key=lambda choice: self._cost(axis, choice))
-            chosen.append(next(choice for choice in ranked if self._fits([*chosen, choice])))
+        choices = self._bound.choices()
+        for axis in range(self.mesh.ndim):
+            allowed = [c for c in choices if not inplace or self._stays(axis, c)]
+            ranked = sorted(allowed, key=lambda choice: self._cost(axis, choice))
+            found = next((choice for choice in ranked if self._fits([*chosen, choice])), None)
+            if found is None:
+                return None
+            chosen.append(found)
         return chosen
+
+    def _stays(self, axis: int, choice: Choice) -> bool:
+        return choice.operands[0] == choice.results[0] == _place(self.first, axis)
 
     def orders(self, chosen: Sequence[Choice]) -> dict[str, list[int]]:
         """For each factor the axes that cut it, outermost first: as an operand has it already, else as the mesh has."""
         factors = {choice.factor for choice in chosen if choice.factor is not None}
         return {name: self._order(name, [a for a, c in enumerate(chosen) if c.factor == name]) for name in factors}
-
-    def layouts_for(self, tensors: Any, places: Sequence[Any], orders: dict[str, list[int]]) -> tuple[Any, ...]:
-        """The layouts of operands or results when each axis puts them in these places."""
-        return tuple(
-            None
-            if item is None
-            else tuple(self._layout(t, [axis[i][j] for axis in places], orders) for j, t in enumerate(item))
-            if isinstance(item, tuple)
-            else self._layout(item, [axis[i] for axis in places], orders)
-            for i, item in enumerate(tensors)
-        )
-
-    def _layout(self, tensor: BoundTensor, places: Sequence[Place], orders: dict[str, list[int]]) -> Layout:
-        dim_axes: list[list[int]] = [[] for _ in tensor.dims]
-        for dim, factors in enumerate(tensor.dims):
-            cutting = [axis for axis, place in enumerate(places) if place.dim == dim]
-            for factor in factors:
-                dim_axes[dim] += [axis for axis in orders.get(factor, []) if axis in cutting]
-        placements = placements_of(dim_axes, [place.op for place in places], self._mesh.mesh_shape)
-        return Layout.from_device_mesh(self._mesh)(list(placements)).bind(len(tensor.dims))
 
     def _order(self, factor: str, axes: list[int]) -> list[int]:
         for tensor, layout in self._tensors:
@@ -101,7 +139,7 @@ class _Call:
     def _fits(self, chosen: Sequence[Choice]) -> bool:
         if not all(commute(p.op for p in places) for places in zip(*(_flat(c.results) for c in chosen), strict=True)):
             return False  # reductions that do not commute
-        shape = self._mesh.mesh_shape
+        shape = self.mesh.mesh_shape
         return all(self._bound.fits(f, *(shape[a] for a in axes)) for f, axes in self.orders(chosen).items())
 
     def _cost(self, axis: int, choice: Choice) -> tuple[int, int, int]:
@@ -110,8 +148,8 @@ class _Call:
         for (tensor, layout), place, itemsize in zip(self._tensors, _flat(choice.operands), self._sizes, strict=True):
             have = _place(layout, axis)
             if have != place:
-                local = math.prod(layout.local_shape(tensor.shape, (0,) * self._mesh.ndim)) * itemsize
-                nbytes += _moved(have, place, local, self._mesh.mesh_shape[axis])
+                local = math.prod(layout.local_shape(tensor.shape, (0,) * self.mesh.ndim)) * itemsize
+                nbytes += _moved(have, place, local, self.mesh.mesh_shape[axis])
                 changed += 1
                 nested += place.dim is not None and bool(layout.dim_axes[place.dim])
         return nbytes, changed, nested

@@ -90,14 +90,17 @@ class Rule:
     def notation(self) -> Notation:
         return parse(self.text)
 
-    def bind(self, shapes: Sequence[Any], attrs: Mapping[str, Any] | None = None) -> BoundRule:
+    def bind(
+        self, shapes: Sequence[Any], attrs: Mapping[str, Any] | None = None, numbers: Iterable[int] = ()
+    ) -> BoundRule:
         """Gives every dim its factors, for operands of these shapes in a call with these attributes.
 
         A shape is a sequence of ints, None for an absent operand, a sequence of shapes for a list. An attribute that
         gives positions (``{dim}``) is an int, a sequence of ints, or None for all dims. The size of a factor that
         operands alone do not tell is an attribute of its name; for the results of a list, a sequence of sizes.
+        ``numbers``: the absent operands that are numbers, which are the same on all ranks and never in parts.
         """
-        return BoundRule(self, *bind(self.notation, shapes, attrs or {}, self.broadcast))
+        return BoundRule(self, *bind(self.notation, shapes, attrs or {}, self.broadcast), frozenset(numbers))
 
     def require(self, condition: bool, problem: str) -> None:
         """Raises a ValueError that names the rule unless the condition holds."""
@@ -199,6 +202,7 @@ class BoundRule:
     operands: Bound
     results: Bound
     factors: tuple[BoundFactor, ...]
+    numbers: frozenset[int] = frozenset()
 
     def factor(self, name: str) -> BoundFactor:
         found = {factor.name: factor for factor in self.factors}
@@ -253,9 +257,15 @@ class BoundRule:
 
     def _present(self, group: tuple[int, ...]) -> set[int]:
         """The operands of a group that are there, with the added ones; empty when only added ones are."""
+        if self.numbers.intersection(group):
+            return set()
         here = {i for i in group if self.operands[i] is not None}
-        added = {i for i, t in enumerate(self.rule.notation.operands) if t.added and self.operands[i] is not None}
-        return here | added if here - added else set()
+        added = {
+            i
+            for i, t in enumerate(self.rule.notation.operands)
+            if t.added and (self.operands[i] is not None or i in self.numbers)
+        }
+        return here | added if here - added and not self.numbers & added else set()
 
     def _carry(self, group: set[int], partial: Place) -> Choice:
         def operands(inside: Place, outside: Place) -> Any:

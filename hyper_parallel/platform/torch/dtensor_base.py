@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensor subclass that distributed tensors derive from: a local tensor, its layout and the global shape.
 
-It holds data and answers for its metadata; operators belong to the class that derives from it, so here every other
-operator is refused rather than run on a wrapper without storage.
+Autograd sees the shard, so what is asked about the graph is asked of the shard. Operators go to ``dispatch`` of the
+class that derives from it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,25 @@ from typing import Any
 
 import torch
 
-_METADATA = {
-    torch.Tensor.dim,
-    torch.Tensor.element_size,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.ndimension,
-    torch.Tensor.nelement,
-    torch.Tensor.numel,
-    torch.Tensor.size,
-}
-
 
 class DTensorBase(torch.Tensor):
     """A shard with the metadata of the whole: ``shape`` is global, ``local_shape`` is this rank's."""
 
     _local: torch.Tensor
     _layout: Any
+    _shape: torch.Size
+    _routes: Any = None  # the shard by other routes, as they are asked for
+    _origin: DTensorBase | None = None  # what it was redistributed from
+    _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
 
     @staticmethod
     def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
-        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
-        wrapper._local = local
-        wrapper._layout = layout
+        size = shape if type(shape) is torch.Size else torch.Size(shape)
+        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
+        own = wrapper.__dict__
+        own["_local"] = local
+        own["_layout"] = layout
+        own["_shape"] = size
         return wrapper
 
     @property
@@ -50,25 +44,27 @@ class DTensorBase(torch.Tensor):
         """The shape of the data on this rank."""
         return self._local.shape
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether a module has it as a parameter."""
+        return "_is_param" in self.__dict__
+
     def to_local(self) -> torch.Tensor:
         """The data on this rank, as a plain tensor that shares its memory."""
         return self._local
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_rebuild, (type(self), self._local, self._layout, tuple(self.shape)))
+        return (_rebuild, (type(self), self._local, self._layout, tuple(self._shape)))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, local={self._local!r}, layout={self._layout!r})"
+        return f"{type(self).__name__}(shape={tuple(self._shape)}, local={self._local!r}, layout={self._layout!r})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OWN:
-            return _OWN[func](*args, **kwargs)
-        if func in _METADATA or getattr(func, "__name__", "") in ("__get__", "__set__"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return cls.dispatch(func, args, kwargs)
+        own = _OWN.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        return cls.dispatch(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -81,53 +77,249 @@ class DTensorBase(torch.Tensor):
         name = getattr(func, "__name__", func)
         raise TypeError(f"{name}: {cls.__name__} has no rules for operators; call to_local() and compute on the shard")
 
+    def redistribute(self, device_mesh: Any = None, placements: Any = None) -> DTensorBase:
+        """The same tensor in another layout; a deriving class says how."""
+        raise NotImplementedError
+
+    def reduce_partial(self) -> DTensorBase:
+        """The same tensor without pending reductions; a deriving class says how."""
+        raise NotImplementedError
+
+    def full_tensor(self) -> Any:
+        """The whole as a plain tensor; a deriving class says how."""
+        raise NotImplementedError
+
+    # --- what the class of torch has as methods and properties, on the shard or on the whole
+
+    def _twin(self, local: torch.Tensor) -> DTensorBase:
+        return type(self)(local, self._layout, self._shape)
+
+    def _detached(self) -> DTensorBase:
+        return self._twin(self._local.detach())
+
+    def _set_data(self, data: Any) -> None:
+        """Other data of the same layout, in place; the wrapper takes its dtype and device."""
+        if not isinstance(data, DTensorBase) or data._layout is not self._layout or data._shape != self._shape:
+            raise ValueError(
+                f"data: expected a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout}, got "
+                f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape {tuple(data.shape)}"
+            )
+        self._local.data = data._local
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data_of_wrapper(self, data)
+
+    def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
+        self._local.requires_grad_(requires_grad)
+        return self
+
+    def _gradient(self) -> DTensorBase | None:
+        """The gradient lies as the tensor does, whole where a reduction is pending."""
+        grad = self._local.grad
+        return None if grad is None else type(self)(grad, self._layout.reset_partial(), self._shape)
+
+    def _set_gradient(self, grad: Any) -> None:
+        if isinstance(grad, DTensorBase):
+            wanted = self._layout.reset_partial()
+            grad = grad if grad._layout is wanted else grad.redistribute(None, wanted)
+            grad = grad._local
+        elif grad is not None:
+            raise TypeError(f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
+        self._local.grad = grad
+
+    def _deepcopied(self, memo: dict[int, Any]) -> DTensorBase:
+        if id(self) not in memo:
+            twin = self._twin(copy.deepcopy(self._local, memo))
+            own = ("_local", "_layout", "_shape", "_routes", "_origin")
+            twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
+            memo[id(self)] = twin
+        return memo[id(self)]
+
+    def _backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """From every rank's shard: the gradient of a pending sum is the same for every part."""
+        whole = self._layout.reset_partial()
+        target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
+        if isinstance(gradient, DTensorBase):
+            gradient = gradient.redistribute(None, whole)._local
+        elif gradient is None and self._shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        elif gradient is not None and gradient.dim():
+            raise TypeError(f"backward: expected a gradient in {whole}, got a plain tensor; distribute_tensor() it")
+        if gradient is None:
+            gradient = torch.ones_like(target._local)
+        if inputs is not None:
+            inputs = [one._local if isinstance(one, DTensorBase) else one for one in _several(inputs)]
+        torch.autograd.backward(target._local, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _watched(self, what: str) -> None:
+        """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
+        if self._origin is not None and self._routes:
+            raise RuntimeError(f"{what}: the tensor was gathered and used already; call it right after redistribute()")
+        self._origin = None
+
+    def _hooked(self, hook: Callable[..., Any]) -> Any:
+        self._watched("register_hook")
+        layout = self._layout.reset_partial()
+
+        def on_shard(grad: torch.Tensor) -> Any:
+            changed = hook(type(self)(grad, layout, self._shape))
+            if changed is None:
+                return None
+            return changed.redistribute(None, layout)._local if isinstance(changed, DTensorBase) else changed
+
+        return self._local.register_hook(on_shard)
+
+    def _hooked_after(self, hook: Callable[..., Any]) -> Any:
+        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def _retain_grad(self) -> None:
+        self._watched("retain_grad")
+        self._local.retain_grad()
+
 
 def _rebuild(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
     return cls(local, layout, shape)
 
 
-def _detach(tensor: DTensorBase) -> DTensorBase:
-    return type(tensor)(tensor._local.detach(), tensor._layout, tensor.shape)
+def _several(items: Any) -> Sequence[Any]:
+    return items if isinstance(items, (list, tuple)) else (items,)
 
 
-def _requires_grad_(tensor: DTensorBase, requires_grad: bool = True) -> DTensorBase:
-    tensor._local.requires_grad_(requires_grad)
-    return tensor
-
-
-def _grad(tensor: DTensorBase) -> DTensorBase | None:
-    """The gradient lies as the tensor does, whole where a reduction is pending."""
-    grad = tensor._local.grad
-    return None if grad is None else type(tensor)(grad, tensor._layout.reset_partial(), tensor.shape)
-
-
-def _set_grad(tensor: DTensorBase, grad: Any) -> None:
-    tensor._local.grad = grad._local if isinstance(grad, DTensorBase) else grad
-
-
-def _deepcopy(tensor: DTensorBase, memo: dict[int, Any]) -> DTensorBase:
-    if id(tensor) not in memo:
-        twin = type(tensor)(copy.deepcopy(tensor._local, memo), tensor._layout, tensor.shape)
-        twin.__dict__.update({key: value for key, value in vars(tensor).items() if key not in ("_local", "_layout")})
-        memo[id(tensor)] = twin
-    return memo[id(tensor)]
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: Any = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    """torch.autograd.grad: of the shards, by every route that was handed out."""
+    if is_grads_batched:
+        raise NotImplementedError("autograd.grad: is_grads_batched is not supported for distributed tensors")
+    outputs, inputs = _several(outputs), _several(inputs)
+    given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
+    locals_out, arriving = [], []
+    for output, gradient in zip(outputs, given, strict=True):
+        if not isinstance(output, DTensorBase):
+            locals_out.append(output)
+            arriving.append(gradient)
+            continue
+        target = output if all(op in (None, "sum") for op in output._layout.partial) else output.reduce_partial()
+        if gradient is None and output._shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        whole = output._layout.reset_partial()
+        locals_out.append(target._local)
+        arriving.append(
+            gradient.redistribute(None, whole)._local
+            if isinstance(gradient, DTensorBase)
+            else torch.ones_like(target._local)
+            if gradient is None
+            else gradient
+        )
+    for one in inputs:
+        if isinstance(one, DTensorBase):
+            one._watched("autograd.grad")
+    leaves = [one._local if isinstance(one, DTensorBase) else one for one in inputs]
+    found = torch.autograd.grad(
+        locals_out,
+        leaves,
+        arriving,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    return tuple(
+        type(one)(grad, one._layout.reset_partial(), one._shape)
+        if isinstance(one, DTensorBase) and grad is not None
+        else grad
+        for one, grad in zip(inputs, found, strict=True)
+    )
 
 
 def _property(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
-# Autograd sees the shard, so what is asked about the graph is asked of the shard.
+_set_data_of_wrapper = _property("data").__set__
+
+
+def _of_wrapper(func: Any) -> Callable[..., Any]:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return ask
+
+
+def _of_shard(name: str) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: getattr(tensor._local, name)(*args, **kwargs)
+
+
+def _attribute_of_shard(name: str) -> Callable[..., Any]:
+    return lambda tensor: getattr(tensor._local, name)
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(*args, **kwargs)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.detach: _detach,
-    _property("data").__get__: _detach,
-    torch.Tensor.requires_grad_: _requires_grad_,
-    _property("requires_grad").__get__: lambda tensor: tensor._local.requires_grad,
-    _property("requires_grad").__set__: lambda tensor, value: _requires_grad_(tensor, value) and None,
-    _property("grad").__get__: _grad,
-    _property("grad").__set__: _set_grad,
-    _property("grad_fn").__get__: lambda tensor: tensor._local.grad_fn,
-    _property("is_leaf").__get__: lambda tensor: tensor._local.is_leaf,
-    torch.Tensor.__repr__: DTensorBase.__repr__,
-    torch.Tensor.__deepcopy__: _deepcopy,
+    torch.autograd.grad: _grad,
+    torch.Tensor.__deepcopy__: DTensorBase._deepcopied,
+    torch.Tensor.__repr__: lambda tensor, **_: DTensorBase.__repr__(tensor),
+    torch.Tensor.__reduce_ex__: DTensorBase.__reduce_ex__,
+    torch.Tensor.backward: DTensorBase._backward,
+    torch.Tensor.detach: DTensorBase._detached,
+    torch.Tensor.register_hook: DTensorBase._hooked,
+    torch.Tensor.register_post_accumulate_grad_hook: DTensorBase._hooked_after,
+    torch.Tensor.requires_grad_: DTensorBase._require_grad,
+    torch.Tensor.retain_grad: DTensorBase._retain_grad,
+    _property("data").__get__: DTensorBase._detached,
+    _property("data").__set__: DTensorBase._set_data,
+    _property("grad").__delete__: lambda tensor: tensor._set_gradient(None),
+    _property("grad").__get__: DTensorBase._gradient,
+    _property("grad").__set__: DTensorBase._set_gradient,
+    _property("requires_grad").__set__: lambda tensor, value: tensor._require_grad(value) and None,
+    _property("shape").__get__: lambda tensor: tensor._shape,
+    torch.Tensor.__len__: lambda tensor: tensor._shape[0],
+    torch.Tensor.__format__: lambda tensor, spec: (
+        tensor.full_tensor().detach().__format__(spec) if not tensor._shape else object.__format__(tensor, spec)
+    ),
 }
+for _name in (
+    "_version",
+    "device",
+    "dtype",
+    "grad_fn",
+    "is_leaf",
+    "requires_grad",
+    "retains_grad",
+):
+    _OWN[_property(_name).__get__] = _attribute_of_shard(_name)
+for _name in (
+    "_is_zerotensor", "get_device", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_floating_point",
+    "is_inference", "is_neg", "is_pinned", "is_shared", "is_signed", "data_ptr", "untyped_storage", "element_size",
+    "storage_offset",
+):  # fmt: skip
+    _OWN[getattr(torch.Tensor, _name)] = _of_shard(_name)
+_OWN |= {getattr(torch, name): _OWN[getattr(torch.Tensor, name)] for name in ("is_complex", "is_floating_point")}
+_OWN |= {getattr(torch, name): _of_shard(name) for name in ("is_inference", "is_conj", "is_neg", "is_signed")}
+for _name in ("dim", "ndimension", "nelement", "numel", "size", "stride", "is_same_size", "dim_order"):
+    _OWN[getattr(torch.Tensor, _name)] = _of_wrapper(getattr(torch.Tensor, _name))
+_OWN[torch.numel] = _of_wrapper(torch.numel)
+for _name in (
+    "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized",
+    "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "name", "nbytes", "ndim",
+    "output_nr", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+):  # fmt: skip
+    _OWN[_property(_name).__get__] = _of_wrapper(_property(_name).__get__)
+for _name in (
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "item", "numpy",
+    "tolist",
+):  # fmt: skip
+    _OWN[getattr(torch.Tensor, _name)] = _of_whole(_name)

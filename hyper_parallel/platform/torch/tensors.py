@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.platform import Called, Platform
+from hyper_parallel.platform.torch import operators
 from hyper_parallel.platform.transform import chunk_sizes
 
 # The names that checkpoints store, without a framework's prefix.
@@ -43,6 +45,15 @@ class Tensors(Platform):
         if name == "__get__":  # a property such as Tensor.T, which arrives as its getter
             return str(func.__self__.__name__)
         return str(name)
+
+    def called(self, func: Any) -> Called:
+        return operators.called(func)
+
+    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return operators.named(keywords)
+
+    def operator(self, name: str) -> Callable[..., Any]:
+        return operators.function(name)
 
     def is_tensor(self, obj: Any) -> bool:
         return isinstance(obj, torch.Tensor)
@@ -154,6 +165,20 @@ class Tensors(Platform):
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 
+    def is_recorded(self, tensor: Any) -> bool:
+        return bool(tensor.requires_grad and torch.is_grad_enabled())
+
+    def version_of(self, tensor: Any) -> int | None:
+        return None if tensor.is_inference() else tensor._version
+
+    def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
+        memory = tensor.__dict__.get("_hyper_parallel_memory")
+        if memory is None:
+            # The graph of what is made from a leaf holds the leaf: a strong reference would be a cycle for ever.
+            memory = WeakValueDictionary() if tensor.is_leaf else {}
+            tensor.__dict__["_hyper_parallel_memory"] = memory
+        return memory
+
     # --- devices and randomness
 
     def device_type(self) -> str:
@@ -173,6 +198,19 @@ class Tensors(Platform):
     def get_rng_state(self) -> Any:
         """Untested on hardware: an accelerator's generator."""
         return self._device_module().get_rng_state() if self.device_type() != "cpu" else torch.get_rng_state()
+
+    def draw_seed(self) -> int:
+        return int(torch.randint(2**62, (), dtype=torch.int64))  # of the host: asking a device would wait for it
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        host, device = torch.get_rng_state(), self.get_rng_state()
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            self.set_rng_state(device)
 
     def set_rng_state(self, state: Any) -> None:
         """Untested on hardware: an accelerator's generator."""

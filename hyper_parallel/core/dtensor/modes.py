@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How operators treat what they were not told: contexts that allow, refuse or skip, each for its own thread.
+
+with explicit():                  a redistribution that nobody asked for is an error
+with strict():                    an operator without a rule is an error (HYPER_PARALLEL_STRICT=1 for the whole process)
+with implicit_replication():      a plain tensor among distributed ones is taken to be the same on every rank
+with SkipDTensorDispatch():       operators run on the shards
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hyper_parallel.platform import get_platform
+
+HYPER_PARALLEL_STRICT = "HYPER_PARALLEL_STRICT"
+
+
+class Modes(threading.local):
+    """What holds in this thread."""
+
+    def __init__(self) -> None:
+        self.strict = os.environ.get(HYPER_PARALLEL_STRICT, "").lower() not in ("", "0", "false", "no")
+        self.explicit = False
+        self.replicate_plain = False
+        self.skip: frozenset[str] | None = None  # the operators that are not skipped; None where nothing is
+
+
+MODES = Modes()
+
+
+@contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    before = getattr(MODES, name)
+    setattr(MODES, name, value)
+    try:
+        yield
+    finally:
+        setattr(MODES, name, before)
+
+
+def strict(on: bool = True) -> Any:
+    """A context in which an operator without a rule raises instead of running on the whole tensors."""
+    return _set("strict", on)
+
+
+def explicit(on: bool = True) -> Any:
+    """A context in which an operator that needs another layout of an operand raises instead of redistributing it."""
+    return _set("explicit", on)
+
+
+def implicit_replication(on: bool = True) -> Any:
+    """A context in which a plain tensor among distributed ones is taken to be the same on every rank."""
+    return _set("replicate_plain", on)
+
+
+class SkipDTensorDispatch:
+    """A context in which operators run on the shards and give plain tensors, except those in ``no_skip``.
+
+    ``no_skip``: names of operators, or functions of the framework.
+    """
+
+    def __init__(self, no_skip: Iterable[Any] | None = None) -> None:
+        platform = get_platform()
+        names = (name if isinstance(name, str) else platform.called(name).name for name in no_skip or ())
+        self._no_skip = frozenset(names)
+        self._stack: list[frozenset[str] | None] = []
+
+    def __enter__(self) -> SkipDTensorDispatch:
+        self._stack.append(MODES.skip)
+        MODES.skip = self._no_skip
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        MODES.skip = self._stack.pop()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands out a tensor's shard by route: one for each layout asked for and each way in which its gradient comes back.
+
+A tensor that is Replicate on an axis may get the whole gradient on every rank there, or a part of it, as its consumers
+are. Consumers of one kind share one route, so that their gradients add up first and are communicated once; and a value
+that was communicated for one consumer is there for the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.collectives import LINEAR, redistribute
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+
+
+def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True) -> Any:
+    """The shard of a distributed tensor in the target layout, when the gradient comes in parts on these axes."""
+    local = tensor._local
+    graph = platform.is_recorded(local)
+    if not graph:
+        summed = ()
+    if target is tensor._layout and not summed:
+        return local
+    routes, version = _remembered(tensor, local)
+    if routes is None:
+        return _made(tensor, target, summed, None, implicit)
+    key = (tensor._layout, target, summed, graph, version)
+    route = routes.get(key)
+    if route is None:
+        _forget_others(routes, version)
+        route = _made(tensor, target, summed, _known(routes, key), implicit)
+        # What was communicated for a parameter is not kept: it would be a second copy between the steps.
+        if target is tensor._layout or not tensor.is_parameter:
+            routes[key] = route
+    return route
+
+
+def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool) -> Any:
+    origin = tensor._origin
+    if origin is not None and target is tensor._layout and any(origin._layout.placements[a].is_shard() for a in summed):
+        # It was gathered from shards: the parts of the gradient go back to them by a reduce-scatter.
+        return redistribute(
+            origin._local, origin._layout, target, tensor._shape, summed, value=tensor._local, implicit=implicit
+        )
+    return redistribute(tensor._local, tensor._layout, target, tensor._shape, summed, value=value, implicit=implicit)
+
+
+def _known(routes: Any, key: tuple[Any, ...]) -> Any:
+    """The value, where another route to the same layout has it already."""
+    source, target, _, graph, version = key
+    if any(isinstance(p, Partial) and p.reduce_op not in LINEAR for p in source.placements):
+        return None
+    found = (
+        route for other, route in routes.items() if other[:2] == (source, target) and other[3:] == (graph, version)
+    )
+    return next(found, None)
+
+
+def _remembered(tensor: Any, local: Any) -> tuple[Any, int]:
+    version = platform.version_of(local)
+    if version is None:  # nobody could tell whether what is remembered is still true
+        return None, 0
+    if tensor._routes is None:
+        tensor._routes = {}
+    return tensor._routes, version
+
+
+def _forget_others(routes: Any, version: int) -> None:
+    for key in [key for key in routes if key[4] != version]:
+        routes.pop(key, None)

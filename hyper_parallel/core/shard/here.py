@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a local call may ask about its rank: where its pieces lie in the factors of the call.
+
+def mean(here, input, dim, keepdim):          the local sum over the global count
+    return input.sum(dim, keepdim) / here.whole("{dim}")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.layout import cut
+from hyper_parallel.core.shard.propagate import OpPlan
+from hyper_parallel.core.shard.rule import BoundRule
+
+
+class Here:
+    """One call on one rank. ``function`` is the operator itself, ``place`` the rank's place in the mesh."""
+
+    def __init__(
+        self,
+        bound: BoundRule,
+        plan: OpPlan,
+        mesh_shape: Sequence[int],
+        place: Sequence[int],
+        function: Callable[..., Any],
+    ) -> None:
+        self.function = function
+        self.place = tuple(place)
+        self.plan = plan
+        self._sizes = {factor.name: factor.size for factor in bound.factors}
+        self._spans = {
+            name: cut(self._sizes[name], [(mesh_shape[axis], place[axis]) for axis in axes])
+            for name, axes in plan.orders.items()
+        }
+        self._mesh_shape = tuple(mesh_shape)
+
+    def whole(self, name: str) -> int:
+        """The size of a factor."""
+        return self._sizes[name]
+
+    def offset(self, name: str) -> int:
+        """Where this rank's piece of a factor begins."""
+        return self._spans.get(name, (0, 0))[0]
+
+    def size(self, name: str) -> int:
+        """The size of this rank's piece of a factor."""
+        return self._spans[name][1] if name in self._spans else self._sizes[name]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether a factor is cut at all."""
+        return name in self._spans
+
+    def shape(self, result: int = 0) -> tuple[int, ...]:
+        """The shape of this rank's piece of a result."""
+        layout = self.plan.results[result]
+        return tuple(size for _, size in layout.shard_of(self.plan.shapes[result], self.place))
+
+    @property
+    def piece(self) -> int:
+        """The number of this rank's piece of the first result; ranks with copies of one piece have one number."""
+        number = 0
+        for axes in self.plan.results[0].dim_axes:
+            for axis in axes:
+                number = number * self._mesh_shape[axis] + self.place[axis]
+        return number

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators: one table for each family. Importing it fills them."""
+
+from hyper_parallel.core.shard.ops import (
+    pointwise,
+    products,
+)
+from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator, Ruled, Unruled, operator
+
+__all__ = ["OPERATORS", "Operator", "Ruled", "Unruled", "operator", "pointwise", "products"]

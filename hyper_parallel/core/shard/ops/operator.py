@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operator's entry in the tables: its parameters, its rule, and what its local call must do differently.
+
+operator("relu", "input", pointwise(1))
+operator("mean", "input, dim=None, keepdim=False", mean_rule, local=mean_of_shards)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.platform.platform import Called
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """What a rule that depends on the arguments comes to: the rule, what its text refers to, and its operands."""
+
+    rule: Rule
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    operands: Sequence[Any] | None = None  # the first parameters, where none are given
+
+
+class Unruled(Exception):
+    """The operator has no rule for these arguments."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    ``rule``: a Rule whose operands are the first parameters; or a function of the arguments that gives a Rule, a Ruled,
+    a function that does the call by other operators as a handler does, or None where no rule holds. It may look at the shapes and dtypes of tensors and at all other arguments, but of a
+    float only at its kind (zero, finite, infinite): what it decides is remembered.
+    ``local``: ``local(here, **arguments)`` instead of the operator itself, where a shard needs something else.
+    ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
+    ``view``: the result shares the memory of the first operand.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    rest: str | None  # the parameter that takes all other positional arguments
+    rule: Rule | Callable[..., Any] | None = None
+    local: Callable[..., Any] | None = None
+    handler: Callable[..., Any] | None = None
+    view: bool = False
+
+    def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, with the defaults of those that were not given."""
+        names = called.parameters or self.parameters
+        found: dict[str, Any] = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or (self.rest is not None and self.rest in found):
+            if self.rest is None:
+                raise Unruled(f"{len(args)} positional arguments, expected {', '.join(self.parameters)}")
+            start = names.index(self.rest) if self.rest in names else len(names)
+            more = args[start:]
+            found[self.rest] = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else tuple(more)
+        found.update(kwargs)
+        for name in [name for name in found if name not in self.defaults and name not in self.parameters]:
+            if found[name] is not None and found[name] is not False:
+                raise Unruled(f"the argument {name}={found[name]!r} is not known to the rule")
+            del found[name]
+        return {**self.defaults, **found}
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def operator(
+    names: str,
+    parameters: str,
+    rule: Rule | Callable[..., Any] | None = None,
+    *,
+    local: Callable[..., Any] | None = None,
+    handler: Callable[..., Any] | None = None,
+    view: bool = False,
+) -> None:
+    """Puts operators of these names, separated by spaces, into the table."""
+    positional, defaults, rest = _parsed(parameters)
+    for name in names.split():
+        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, view)
+
+
+def _parsed(text: str) -> tuple[tuple[str, ...], dict[str, Any], str | None]:
+    """The names of the parameters, their defaults, and the one with a star."""
+    tree = ast.parse(f"lambda {text}: 0", mode="eval").body
+    assert isinstance(tree, ast.Lambda)
+    found = tree.args
+    names = [arg.arg for arg in found.args]
+    values = [ast.literal_eval(value) for value in found.defaults]
+    defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    rest = found.vararg.arg if found.vararg else None
+    if rest is not None:
+        names.append(rest)
+    for arg, value in zip(found.kwonlyargs, found.kw_defaults, strict=True):
+        defaults[arg.arg] = ast.literal_eval(value) if value is not None else None
+    return tuple(names), defaults, rest
