@@ -502,6 +502,10 @@ class Platform(ABC):
         """A context in which nothing is recorded for backward."""
 
     @abstractmethod
+    def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+        """The gradients of a function with one number as its result, for tensors that are its arguments."""
+
+    @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
         """Whether what is computed from the tensor now is recorded for backward."""
 
@@ -618,6 +622,18 @@ class Platform(ABC):
         self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Calls ``hook`` before the module's forward; returns a handle with remove()."""
+
+    @abstractmethod
+    def register_forward_hook(self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False) -> Any:
+        """Calls ``hook(module, args[, kwargs], output)`` after forward; what it returns replaces the output."""
+
+    @abstractmethod
+    def own_tensors(self, module: Any) -> list[tuple[str, Any]]:
+        """The parameters and buffers that a module has itself, not those of its submodules."""
+
+    @abstractmethod
+    def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        """Puts another tensor in the place of one that a module has itself; a parameter stays a parameter."""
 
     @abstractmethod
     def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from layouts import split_up
 from rules.cases import CASES, COMPOSITES
-from rules.operators import SIZES, draw, leaf, like
-from rules.simulated import flat
+from rules.operators import SIZES, draw, flat, leaf, like
 
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, placements_of

@@ -4,7 +4,9 @@
 import numpy as np
 import pytest
 from rules.cases import CASES
-from rules.operators import SIZES, Simulation, check, draw
+from rules.operators import SIZES, check, draw
+
+from hyper_parallel.testing import choices_of
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -16,7 +18,7 @@ def test_every_choice_gives_the_plain_results_and_gradients(case, sizes):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_choice_is_missing(case):
-    choices = Simulation(case, draw(case, SIZES["even"], np.random.default_rng(0)), (2,)).choices()
+    choices = choices_of(case.call, *draw(case, SIZES["even"], np.random.default_rng(0)))
     if case.shards is not None:
         assert {choice.factor for choice in choices if choice.kind == "shard"} == set(case.shards.split())
     if case.carries is not None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +159,68 @@ def distribute_tensor(
     shard = redistribute(tensor.detach(), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
     return DTensor(shard.requires_grad_(tensor.requires_grad), layout, tensor.shape)
+
+
+# --- modules
+
+
+def distribute_module(
+    module: Any,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Any = None,
+    input_fn: Any = None,
+    output_fn: Any = None,
+) -> Any:
+    """Puts a module's parameters and buffers on a mesh and returns the module.
+
+    ``partition_fn(name, submodule, mesh)`` is called for every submodule and may distribute what it has; the rest
+    becomes Replicate. ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` see what goes in and
+    out, and may return something else.
+    """
+    if getattr(module, "_is_distributed", False):
+        raise RuntimeError("distribute_module: the module is distributed already; it can be done once")
+    mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    enter = _with_module("input_fn", input_fn)
+    leave = _with_module("output_fn", output_fn)
+    for name, submodule in platform.get_cells_and_names(module):
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+    _replicate_what_is_left(module, mesh)
+    if enter is not None:
+        platform.register_forward_pre_hook(module, lambda owner, inputs: enter(owner, inputs, mesh))
+    if leave is not None:
+        platform.register_forward_hook(module, lambda owner, _, outputs: leave(owner, outputs, mesh))
+    module._is_distributed = True
+    return module
+
+
+def _replicate_what_is_left(module: Any, mesh: DeviceMesh) -> None:
+    done: dict[int, tuple[Any, Any]] = {}  # a tensor that two modules share stays one
+    for _, submodule in platform.get_cells_and_names(module):
+        for name, tensor in platform.own_tensors(submodule):
+            if isinstance(tensor, DTensor):
+                continue
+            if id(tensor) not in done:
+                made = distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)
+                platform.set_own_tensor(submodule, name, made)
+                done[id(tensor)] = tensor, dict(platform.own_tensors(submodule))[name]
+            else:
+                platform.set_own_tensor(submodule, name, done[id(tensor)][1])
+
+
+def _with_module(argument: str, function: Any) -> Any:
+    """The function as one of (module, values, mesh)."""
+    if function is None:
+        return None
+    count = len(inspect.signature(function).parameters)
+    if count == 2:
+        warnings.warn(
+            f"{argument}(values, mesh) is deprecated; take (module, values, mesh)", FutureWarning, stacklevel=3
+        )
+        return lambda _, values, mesh: function(values, mesh)
+    if count != 3:
+        raise ValueError(f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments")
+    return function
 
 
 # --- tensors from nothing

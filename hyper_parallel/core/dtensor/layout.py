@@ -183,6 +183,18 @@ class Layout:
         """What this rank has of a tensor of that shape."""
         return tuple(slice(offset, offset + size) for offset, size in self.shard_of(shape))
 
+    def tensor(self, local: Any, shape: Sequence[int]) -> Any:
+        """The distributed tensor of this layout and global shape whose shard on this rank is ``local``."""
+        from hyper_parallel.core.dtensor.dtensor import DTensor  # which is made of layouts, and of the framework
+
+        bound = self.bind(len(shape))
+        if tuple(local.shape) != bound.local_shape(shape):
+            raise ValueError(
+                f"{self}: rank {self.mesh.rank} has {bound.local_shape(shape)} of a tensor of shape {tuple(shape)}, "
+                f"got a shard of shape {tuple(local.shape)}"
+            )
+        return DTensor(local, bound, shape)
+
     # --- as text and data
 
     def to_dict(self) -> dict[str, Any]:

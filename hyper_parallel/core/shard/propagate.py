@@ -54,7 +54,7 @@ def propagate(
 
 
 def plan_for(bound: BoundRule, chosen: Sequence[Choice], mesh: DeviceMesh, orders: dict[str, list[int]]) -> OpPlan:
-    """The plan when each axis does what was chosen for it; ``orders``: the axes that cut each factor, outermost first."""
+    """The plan when each axis does what was chosen for it; ``orders``: for each factor its axes, outermost first."""
     sides = _Sides(mesh, orders)
     return OpPlan(
         operands=sides.layouts_for(bound.operands, [choice.operands for choice in chosen]),

@@ -4,6 +4,8 @@
 with platform.init_on_device(platform.meta_device):
     model = Model()  # shapes only
 platform.init_parameters(model.layers[0], stage_index=0)  # the numbers that Model() would have drawn there
+
+A parameter may be distributed before: every rank draws the whole as one device would, and keeps its shard.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 from hyper_parallel.platform.torch.tape import META, Tape, as_bytes
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -58,8 +61,10 @@ class DeferredInit(Platform):
 
         Those built under ``init_on_device`` get exactly their numbers, in whatever part of the model ``module`` is. The
         global generator then stands where one device's would, if nobody has drawn since; else it is left alone.
-        For others the module convention holds: ``reset_parameters()`` after the children's, drawn from the global
-        generator on stage 0, and on stage n from a generator of its own, seeded with ``torch.initial_seed() + n``.
+        Beside what is kept, no more than one whole parameter is held at a time. For others the module convention
+        holds: ``reset_parameters()`` after the children's, on whole parameters of one module at a time, drawn from the
+        global generator on stage 0, and on stage n from a generator of its own, seeded with
+        ``torch.initial_seed() + n``. Distributed parameters are cut from what is drawn; nothing is communicated.
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"init_parameters: expected a torch.nn.Module, got {module!r}")
@@ -211,21 +216,24 @@ def _meta_slots(module: nn.Module) -> list[_Slot]:
         _Slot(owner, f"{path}.{name}" if path else name, name, tensor)
         for path, owner in module.named_modules()
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and tensor.is_meta and not nn.parameter.is_lazy(tensor)
+        if tensor is not None and _local(tensor).is_meta and not nn.parameter.is_lazy(tensor)
     ]
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor._local if isinstance(tensor, DTensorBase) else tensor
 
 
 def _like(tensor: Any, data: torch.Tensor) -> Any:
-    """``data`` as what ``tensor`` is: the same class, attributes and requires_grad."""
-    if hasattr(tensor, "to_local"):
-        return nn.Parameter(type(tensor)(data, tensor.layout, tensor.shape), requires_grad=tensor.requires_grad)
-    new = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
-    new.__dict__.update(tensor.__dict__)
-    return new
+    """``data`` as what ``tensor`` is: the same class, layout, attributes and requires_grad."""
+    if not isinstance(tensor, DTensorBase):
+        new = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)
+        return new
+    twin: Any = type(tensor)(data, tensor._layout, tensor.shape).requires_grad_(tensor.requires_grad)
+    own = {*vars(twin), "_routes", "_origin"}
+    twin.__dict__.update({name: value for name, value in vars(tensor).items() if name not in own})
+    return twin
 
 
 def _fill(module: nn.Module, device: torch.device, stage_index: int) -> None:
@@ -240,6 +248,14 @@ def _fill(module: nn.Module, device: torch.device, stage_index: int) -> None:
 
 def _find_tape(tensor: torch.Tensor) -> Tape | None:
     return next((tape for tape in reversed(_tapes) if tape.knows(tensor)), None)
+
+
+def deferred_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a tensor on meta that will get its numbers; None if no tape knows the tensor."""
+    tape = _find_tape(tensor) if _here.tape is None else None  # one that is running sees copies by itself
+    if tape is None:
+        return None
+    return tape.run(torch.ops.aten.clone.default, (tensor.detach(),), {"memory_format": torch.contiguous_format})
 
 
 def _draw(tape: Tape, slots: Sequence[_Slot], device: torch.device) -> None:
@@ -267,7 +283,7 @@ def _resetter(owner: nn.Module) -> Callable[[], None] | None:
 
 
 def _check_convention(slots: Sequence[_Slot]) -> None:
-    if lost := [s.path for s in slots if _resetter(s.owner) is None or hasattr(s.tensor, "to_local")]:
+    if lost := [s.path for s in slots if _resetter(s.owner) is None]:
         raise ValueError(
             f"init_parameters: nobody knows how to initialise {', '.join(lost)}: the modules have no data and no "
             "reset_parameters(). Build them under init_on_device(meta_device), or define reset_parameters()."
@@ -276,25 +292,44 @@ def _check_convention(slots: Sequence[_Slot]) -> None:
 
 def _reset(module: nn.Module, slots: Sequence[_Slot], device: torch.device, stage_index: int) -> None:
     """The module convention: empty data, then reset_parameters(), children before parents."""
-    owners: dict[nn.Module, list[_Slot]] = defaultdict(list)
-    for slot in slots:
-        owners[slot.owner].append(slot)
-    made: dict[int, torch.Tensor] = {}
+    owners = {slot.owner for slot in slots}
+    made: dict[int, Any] = {}
     with _own_generator(device, stage_index), torch.no_grad():
         for owner in (owner for owner in _children_first(module, set()) if owner in owners):
-            # A tied parameter that another module has initialised is not drawn a second time.
-            real = [t for t in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)) if not t.is_meta]
-            real += [made[id(slot.tensor)] for slot in owners[owner] if id(slot.tensor) in made]
-            kept = [(tensor, tensor.clone()) for tensor in real]
-            for slot in owners[owner]:
-                if id(slot.tensor) not in made:
-                    made[id(slot.tensor)] = _like(slot.tensor, torch.empty_like(slot.tensor, device=device).detach())
-                slot.put(made[id(slot.tensor)])
-            reset = _resetter(owner)
-            assert reset is not None  # checked before anything was begun
-            reset()
-            for tensor, value in kept:
-                tensor.copy_(value)
+            _reset_owner(owner, made, device)
+
+
+def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -> None:
+    """Initialises what has no data and is not ``made``, as tied parameters may be; all else keeps its numbers."""
+    every = (*owner._parameters.items(), *owner._buffers.items())
+    held: dict[str, Any] = {name: t for name, t in every if t is not None and not nn.parameter.is_lazy(t)}
+    # Whole parameters stand in for distributed ones: what is drawn must not depend on the mesh.
+    whole = {id(t): _empty(t, device) for t in held.values() if isinstance(t, DTensorBase)}
+    new = {id(t): _empty(t, device) for t in held.values() if t.is_meta and id(t) not in {*whole, *made}}
+    known = [made.get(id(t), t) for t in held.values() if id(t) not in {*whole, *new}]
+    kept = [(tensor, tensor.clone()) for tensor in known]
+    made |= new
+    for name, tensor in held.items():
+        setattr(owner, name, whole.get(id(tensor), made.get(id(tensor), tensor)))
+    reset = _resetter(owner)
+    assert reset is not None  # checked before anything was begun
+    reset()
+    for name, tensor in held.items():
+        if id(tensor) in whole:
+            if _local(tensor).is_meta and id(tensor) not in made:
+                shard = getattr(owner, name).detach()[tensor.layout.local_slices(tuple(tensor.shape))]
+                made[id(tensor)] = _like(tensor, shard.clone(memory_format=torch.contiguous_format))
+            setattr(owner, name, made.get(id(tensor), tensor))
+    for tensor, value in kept:
+        tensor.copy_(value)
+
+
+def _empty(tensor: Any, device: torch.device) -> Any:
+    """The whole tensor with memory, not yet set."""
+    if not isinstance(tensor, DTensorBase):
+        return _like(tensor, torch.empty_like(tensor, device=device).detach())
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

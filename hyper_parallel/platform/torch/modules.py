@@ -56,9 +56,14 @@ class Modules(Tensors):
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
             raise ValueError(f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
-        shard = param.detach()[tuple(layout.local_slices(tuple(param.shape)))]
-        shard = shard if shard.is_meta else shard.clone()  # without data, a view keeps what init_parameters must know
-        return nn.Parameter(self.DTensorBase(shard, layout, param.shape), requires_grad=param.requires_grad)
+        if layout.is_partial():
+            raise ValueError(
+                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
+                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)"
+            )
+        shape = tuple(param.shape)
+        shard = self.clone(param.detach()[layout.local_slices(shape)])
+        return nn.Parameter(layout.tensor(shard, shape), requires_grad=param.requires_grad)
 
     def get_param_local_shape(self, param: Any) -> Any:
         return self._local(param).shape
@@ -73,20 +78,32 @@ class Modules(Tensors):
         self._local(param).data = self._local(data)
 
     def load_into_param(self, param: Any, data: Any) -> None:
-        target, source = self._local(param), self._local(torch.as_tensor(data))
-        fits = [tuple(target.shape)]
-        if isinstance(param, self.DTensorBase) and not isinstance(data, self.DTensorBase):
-            fits.append(tuple(param.shape))
-            if source.shape != target.shape and source.shape == param.shape:
-                source = source[tuple(param.layout.local_slices(tuple(param.shape)))]
-        if source.shape != target.shape:
+        target = self._local(param)
+        if target.is_meta:
             raise ValueError(
-                f"load_into_param: data of shape {tuple(source.shape)} fits neither of {fits}"
-                if len(fits) > 1
-                else f"load_into_param: data of shape {tuple(source.shape)} does not fit {fits[0]}"
+                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot hold "
+                "data; call init_parameters(module, stage_index) first"
             )
         with torch.no_grad():
-            target.copy_(source)
+            target.copy_(self._fitting(param, data))
+
+    def _fitting(self, param: Any, data: Any) -> torch.Tensor:
+        """What of the data belongs into this rank's shard; moves distributed data if it lies otherwise."""
+        is_distributed = isinstance(param, self.DTensorBase)
+        if isinstance(data, self.DTensorBase):
+            fits = [tuple(param.shape)]
+            if data.shape == param.shape and is_distributed and data.layout.mesh == param.layout.mesh:
+                return self._local(data.detach().redistribute(None, param.layout))
+            source = data.detach().full_tensor() if data.shape == param.shape else data
+        else:
+            fits = [tuple(self._local(param).shape), *([tuple(param.shape)] if is_distributed else [])]
+            source = torch.as_tensor(data)
+        if tuple(source.shape) not in fits:
+            wanted = f"fits neither of {fits}" if len(fits) > 1 else f"does not fit {fits[0]}"
+            raise ValueError(f"load_into_param: data of shape {tuple(source.shape)} {wanted}")
+        if source.shape == self._local(param).shape:
+            return source
+        return source[param.layout.local_slices(tuple(param.shape))]
 
     def is_linear_module(self, module: Any) -> bool:
         return isinstance(module, nn.Linear)
@@ -98,6 +115,22 @@ class Modules(Tensors):
         self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+
+    def register_forward_hook(self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False) -> Any:
+        return module.register_forward_hook(hook, with_kwargs=with_kwargs)
+
+    def own_tensors(self, module: Any) -> list[tuple[str, Any]]:
+        found = [*module._parameters.items(), *module._buffers.items()]
+        return [(name, tensor) for name, tensor in found if tensor is not None]
+
+    def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        if name in module._buffers:
+            module._buffers[name] = tensor
+            return
+        old = module._parameters[name]
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = tensor if is_parameter else nn.Parameter(tensor, requires_grad=old.requires_grad)
+        module.register_parameter(name, new)
 
     def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         return module.register_full_backward_hook(hook, prepend=prepend)

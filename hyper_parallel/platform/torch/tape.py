@@ -3,7 +3,7 @@
 
 The tape speaks of storages, not of tensors: a tensor on it is a storage's number and a geometry. So views, ``.data``,
 ``detach`` and a parameter made from another tensor need no care: they lie in a storage that is known. Playing back
-happens on the CPU, one storage at a time: the numbers are the same on every device.
+happens on the CPU, one storage at a time in the order of ``playback``: the numbers are the same on every device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from hyper_parallel.platform.torch.playback import ordered
 from hyper_parallel.platform.torch.swap import is_dense
 
 META = torch.device("meta")
@@ -54,6 +55,10 @@ class _Op:
     outputs: tuple[tuple[int, _Ref], ...]  # (position, tensor) of outputs with a storage of their own
     streams: tuple[_Stream, ...]  # the generators that it draws from
 
+    @property
+    def draws(self) -> bool:
+        return bool(self.streams)
+
 
 @dataclass(frozen=True)
 class _Turn:
@@ -61,6 +66,8 @@ class _Turn:
 
     stream: _Stream
     to: int | torch.Tensor
+    reads = writes = fresh = frozenset[int]()
+    draws = True
 
 
 class _Stream:
@@ -112,15 +119,33 @@ class Tape:
         if not written and not streams and _makes_views(func):
             return func(*args, **kwargs)
         run = functools.partial(_run_mixed, func, args, kwargs, written)
-        return self._record(func, args, kwargs, written, streams, run)
+        return self._record(func, args, kwargs, written, self._filled(func, args, written), streams, run)
+
+    def _filled(self, func: Any, args: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what an operator writes, the tensors in whose storages nothing older remains."""
+        if getattr(func.overloadpacket, "__name__", "") not in _FILLS or len(written) != 1:
+            return []
+        (tensor,) = written
+        number = self.ref(tensor).storage
+        is_source = any(isinstance(arg, torch.Tensor) and self.ref(arg).storage == number for arg in args[1:])
+        return [tensor] if _is_whole(tensor) and not is_source else []
 
     def call(self, func: Any, kwargs: Any) -> None:
-        """Notes a function that changes the tensors it gets, and does not run it."""
+        """Notes a function that gives the tensors it gets new content, and does not run it."""
         streams = {self._stream(None), self._stream(kwargs.get("generator"))}
-        self._record(func, (), kwargs, _tensors(kwargs), tuple(streams), lambda: None)
+        written = _tensors(kwargs)
+        filled = [tensor for tensor in written if _is_whole(tensor)]
+        self._record(func, (), kwargs, written, filled, tuple(streams), lambda: None)
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, written: Any, streams: tuple[_Stream, ...], run: Callable[[], Any]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        written: Sequence[torch.Tensor],
+        filled: Sequence[torch.Tensor],  # those of which nothing older remains
+        streams: tuple[_Stream, ...],
+        run: Callable[[], Any],
     ) -> Any:
         inputs = _tensors((args, kwargs))
         # The references come first: what an operator changes must be kept as it was before.
@@ -133,16 +158,16 @@ class Tape:
         outputs = self._outputs(out)
         writes = {self.ref(t).storage for t in written}
         if outputs or writes or streams:
-            filled = writes if _fills(func, taped_args, written) else set()
-            reads = {self.ref(t).storage for t in inputs} - filled
+            renewed = {self.ref(t).storage for t in filled}
+            reads = {self.ref(t).storage for t in inputs} - renewed
             made = {ref.storage for _, ref in outputs}
             deferred = streams or any(t.is_meta for t in inputs) or not reads.isdisjoint(self._deferred)
-            self._deferred = self._deferred | writes | made if deferred else self._deferred - filled
+            self._deferred = self._deferred | writes | made if deferred else self._deferred - renewed
             if kwargs.get("device") is not None:
                 taped_kwargs["device"] = torch.device("cpu")
             if outputs and not inputs:  # a factory: its dtype may have come from a default that has changed by then
                 taped_kwargs["dtype"] = outputs[0][1].dtype
-            sets = (frozenset(reads), frozenset(writes | made), frozenset(filled | made))
+            sets = (frozenset(reads), frozenset(writes | made), frozenset(renewed | made))
             self._steps.append(_Op(func, taped_args, taped_kwargs, *sets, outputs, streams))
         return out
 
@@ -234,7 +259,8 @@ class Tape:
         marks = {(stream, 0): stream.entry for stream in self._streams}
         sought = {(step.stream, step.to) for step in self._steps if isinstance(step, _Turn)}
         counts = dict.fromkeys(self._streams, 0)
-        for step, dropped, done in self._plan(set(receivers)):
+        for move in ordered(self._steps, set(receivers)):
+            step = self._steps[move.step]
             if isinstance(step, _Turn):
                 step.stream.generator.set_state(marks[step.stream, step.to] if isinstance(step.to, int) else step.to)
                 continue
@@ -243,26 +269,12 @@ class Tape:
                 counts[stream] += 1
                 if (at := (stream, counts[stream])) in sought:
                     marks[at] = stream.generator.get_state()
-            for number in done:
-                _hand_over(memory.pop(number), receivers.pop(number))
-            for number in dropped:
+            for number in move.done:
+                _hand_over(memory[number], receivers.pop(number))
+            for number in move.dropped:
                 memory.pop(number, None)
         for number, waiting in receivers.items():  # no operator touches these
             _hand_over(self._allocate(number), waiting)
-
-    def _plan(self, wanted: set[int]) -> list[tuple[_Op | _Turn, frozenset[int], frozenset[int]]]:
-        """The steps to run, each with the storages whose content nobody needs after it and those it completes."""
-        live = set(wanted)
-        plan: list[tuple[_Op | _Turn, frozenset[int], frozenset[int]]] = []
-        for step in reversed(self._steps):
-            if isinstance(step, _Turn):
-                plan.append((step, frozenset(), frozenset()))
-            elif step.streams or not step.writes.isdisjoint(live):
-                touched = step.reads | step.writes
-                plan.append((step, frozenset(touched - live), frozenset(touched & wanted)))
-                wanted = wanted - touched
-                live = (live - step.fresh) | step.reads
-        return plan[::-1]
 
     def _play_op(self, op: _Op, memory: dict[int, torch.UntypedStorage]) -> None:
         def tensor(ref: _Ref) -> torch.Tensor:
@@ -324,13 +336,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _fills(func: Any, args: Any, written: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing remains of the storage's old content."""
-    if getattr(getattr(func, "overloadpacket", None), "__name__", "") not in _FILLS or len(written) != 1:
-        return False
-    (tensor,) = written
-    is_source = any(isinstance(arg, _Ref) and arg.storage == args[0].storage for arg in args[1:])
-    return not is_source and tensor.nbytes == tensor.untyped_storage().nbytes() and is_dense(tensor)
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers all of its storage."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and is_dense(tensor)
 
 
 def _run_mixed(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:

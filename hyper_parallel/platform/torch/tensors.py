@@ -13,6 +13,7 @@ import torch
 
 from hyper_parallel.platform.platform import Called, Platform
 from hyper_parallel.platform.torch import operators
+from hyper_parallel.platform.torch.deferred_init import deferred_copy
 from hyper_parallel.platform.transform import chunk_sizes
 
 # The names that checkpoints store, without a framework's prefix.
@@ -72,7 +73,9 @@ class Tensors(Platform):
         return data.narrow(split_dim, sum(sizes[:index]), sizes[index])
 
     def clone(self, tensor: Any) -> Any:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+        # Without data, what a copy must keep is how its numbers will be drawn.
+        twin = deferred_copy(tensor) if tensor.is_meta else None
+        return tensor.detach().clone(memory_format=torch.contiguous_format) if twin is None else twin
 
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(tuple(tensors), dim)
@@ -164,6 +167,10 @@ class Tensors(Platform):
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
+
+    def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        return list(torch.autograd.grad(function(*leaves), leaves))
 
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())

@@ -2,9 +2,11 @@
 """The operators: one table for each family. Importing it fills them."""
 
 from hyper_parallel.core.shard.ops import (
+    joins,
     pointwise,
     products,
+    views,
 )
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator, Ruled, Unruled, operator
 
-__all__ = ["OPERATORS", "Operator", "Ruled", "Unruled", "operator", "pointwise", "products"]
+__all__ = ["OPERATORS", "Operator", "Ruled", "Unruled", "joins", "operator", "pointwise", "products", "views"]

@@ -25,7 +25,7 @@ class Ruled:
     operands: Sequence[Any] | None = None  # the first parameters, where none are given
 
 
-class Unruled(Exception):
+class Unruled(Exception):  # noqa: N818 - a way to go on, not an error
     """The operator has no rule for these arguments."""
 
 
@@ -34,10 +34,12 @@ class Operator:
     """One operator.
 
     ``rule``: a Rule whose operands are the first parameters; or a function of the arguments that gives a Rule, a Ruled,
-    a function that does the call by other operators as a handler does, or None where no rule holds. It may look at the shapes and dtypes of tensors and at all other arguments, but of a
-    float only at its kind (zero, finite, infinite): what it decides is remembered.
+    a function that does the call by other operators as a handler does, or None where no rule holds. It may look at the
+    shapes and dtypes of tensors and at all other arguments, but of a float only at its kind (zero, finite, infinite):
+    what it decides is remembered.
     ``local``: ``local(here, **arguments)`` instead of the operator itself, where a shard needs something else.
     ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
+    ``direct``: ``direct(func, args, kwargs)`` does it all on the arguments as they came.
     ``view``: the result shares the memory of the first operand.
     """
 
@@ -48,6 +50,7 @@ class Operator:
     rule: Rule | Callable[..., Any] | None = None
     local: Callable[..., Any] | None = None
     handler: Callable[..., Any] | None = None
+    direct: Callable[..., Any] | None = None
     view: bool = False
 
     def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+ON_CHANGE: list[Callable[[], None]] = []  # called when an operator is put into the table
 
 
 def operator(
@@ -78,12 +82,15 @@ def operator(
     *,
     local: Callable[..., Any] | None = None,
     handler: Callable[..., Any] | None = None,
+    direct: Callable[..., Any] | None = None,
     view: bool = False,
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
     for name in names.split():
-        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, view)
+        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, direct, view)
+    for told in ON_CHANGE:
+        told()
 
 
 def _parsed(text: str) -> tuple[tuple[str, ...], dict[str, Any], str | None]:

@@ -1,18 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element by element."""
+# ruff: noqa: A002, A006 - operands have the names that torch gives them
+"""Element by element: every dim may be cut, dims of size one stretch, and a pending sum passes what is linear.
 
-from hyper_parallel.core.shard.ops.operator import operator
-from hyper_parallel.core.shard.rule import pointwise
+add   "..., ... -> ..." linear in both together     mul   linear in either     div   linear in the first
 
+A number that is added is the same on every rank and would be added once a rank, so that a sum does not pass it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.shard.arguments import one_mesh
+from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.rule import Rule, move, pointwise
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+
+ONE, TWO, THREE = pointwise(1), pointwise(2), pointwise(3)
+SAME = move("... -> ...")
+SCALED = pointwise(1, linear=0)
+
+# --- one tensor
+
+operator(
+    "abs acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh "
+    "digamma erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln i0 i0e i1 i1e isfinite isinf isnan "
+    "isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr log_sigmoid logical_not ndtr ndtri entr psi "
+    "reciprocal rsqrt sgn sigmoid sign signbit sin sinc sinh softsign sqrt square tan tanh tanhshrink trunc "
+    "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 "
+    "modified_bessel_k1 airy_ai spherical_bessel_j0",
+    "input",
+    ONE,
+)
+operator("relu relu6 hardsigmoid hardswish mish selu silu", "input, inplace=False", ONE)
+operator("celu elu", "input, alpha=1.0, inplace=False", ONE)
+operator("gelu", "input, approximate='none'", ONE)
+operator("hardshrink softshrink", "input, lambd=0.5", ONE)
+operator("hardtanh", "input, min_val=-1.0, max_val=1.0, inplace=False", ONE)
+operator("leaky_relu", "input, negative_slope=0.01, inplace=False", ONE)
+operator("logit", "input, eps=None", ONE)
+operator("mvlgamma multigammaln", "input, p", ONE)
+operator("nan_to_num", "input, nan=None, posinf=None, neginf=None", ONE)
+operator("round", "input, decimals=0", ONE)
+operator("softplus", "input, beta=1, threshold=20", ONE)
+operator("threshold", "input, threshold, value, inplace=False", ONE)
+operator("frexp", "input", Rule("... -> ..., ..."))
+operator("neg deg2rad rad2deg", "input", SCALED)
+operator("positive conj resolve_conj resolve_neg", "input", SAME, view=True)
+operator("conj_physical", "input", SCALED)
+operator("real imag", "input", SCALED, view=True)
+operator("view_as_complex", "input", Rule("... pair! -> ...", linear=((0,),), broadcast="none"), view=True)
+
+
+def _view_as_real(input: Any) -> Ruled:
+    return Ruled(Rule("... -> ... pair!", linear=((0,),), broadcast="none"), {"pair": 2})
+
+
+def _glu(input: Any, dim: int) -> Any:
+    return Ruled(Rule("... {dim}! -> ... {dim=half}!"), {"half": input.shape[dim] // 2}) if input.shape else None
+
+
+def _polygamma(n: Any, input: Any) -> Ruled:
+    return Ruled(ONE, operands=[n if isinstance(n, DTensor) else input])  # as a method it has the tensor first
+
+
+operator("view_as_real", "input", _view_as_real, view=True)
+operator("glu", "input, dim=-1", _glu)
+operator("polygamma", "n, input", _polygamma)
+
+# --- two tensors, or a tensor and a number
+
+operator(
+    "eq ne lt le gt ge maximum minimum fmax fmin fmod remainder floor_divide logical_and logical_or logical_xor "
+    "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __rlshift__ __rrshift__ atan2 arctan2 "
+    "copysign hypot logaddexp logaddexp2 nextafter xlogy xlog1py gcd lcm igamma igammac gammainc gammaincc zeta "
+    "rpow rfloordiv rremainder",
+    "input, other",
+    TWO,
+)
+operator("pow float_power", "input, exponent", TWO)
+operator("heaviside", "input, values", TWO)
+operator("isclose", "input, other, rtol=1e-05, atol=1e-08, equal_nan=False", TWO)
+operator(
+    "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
+    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p",
+    "input, n",
+    TWO,
+)
 operator("add sub", "input, other, *, alpha=1", pointwise(2, linear=[(0, 1)]))
+operator("rsub", "input, other, alpha=1", pointwise(2, linear=[(0, 1)]))
+operator("complex", "input, imag", pointwise(2, linear=[(0, 1)]))
 operator("mul", "input, other", pointwise(2, linear=[0, 1]))
-operator("div", "input, other, *, rounding_mode=None", pointwise(2, linear=0))
-operator("relu tanh sigmoid exp", "input", pointwise(1))
-operator("clone", "input, *, memory_format=None", pointwise(1, linear=0))
+operator("ldexp", "input, other", pointwise(2, linear=0))
+operator("polar", "input, angle", pointwise(2, linear=0))
+operator("rdiv", "input, other", pointwise(2, linear=1))
 
 
-def _cast(input, *to, **_):  # type: ignore[no-untyped-def]
-    return pointwise(1, linear=0)
+def _div(rounding_mode: str | None, **_: Any) -> Rule:
+    return TWO if rounding_mode is not None else pointwise(2, linear=0)
 
 
-operator("to", "input, *to", _cast)
+def _prelu(input: Any, weight: Any) -> Any:
+    """A weight for each channel, which is dim 1; or one for all."""
+    names = [f"d{i}" for i in range(len(input.shape))]
+    dims = " ".join(names)
+    of_weight = "" if not weight.shape else "one!" if tuple(weight.shape) == (1,) else names[1]
+    return Rule(f"{dims}, {of_weight} -> {dims}", broadcast="none")
+
+
+def _isin(elements: Any, test_elements: Any, **_: Any) -> Any:
+    tested = " ".join(f"t{i}!" for i in range(len(getattr(test_elements, "shape", ()))))
+    return Rule(f"..., {tested} -> ...")
+
+
+operator("div", "input, other, *, rounding_mode=None", _div)
+operator("prelu", "input, weight", _prelu)
+operator("isin", "elements, test_elements, *, assume_unique=False, invert=False", _isin)
+
+# --- three tensors
+
+operator("clamp clip", "input, min=None, max=None", THREE)
+operator("clamp_min", "input, min", TWO)
+operator("clamp_max", "input, max", TWO)
+operator("addcmul", "input, tensor1, tensor2, *, value=1", pointwise(3, linear=[(0, 1), (0, 2)]))
+operator("addcdiv", "input, tensor1, tensor2, *, value=1", pointwise(3, linear=[(0, 1)]))
+operator("lerp", "input, end, weight", pointwise(3, linear=[(0, 1)]))
+
+
+def is_zero(value: Any) -> bool:
+    """Whether it is the number zero, which is the same as nothing in a sum."""
+    return isinstance(value, (bool, int, float, complex)) and value == 0
+
+
+def _where(condition: Any, input: Any, other: Any) -> Any:
+    """Linear in what is taken together. As a method it has the condition second."""
+    if input is None or other is None:
+        return None  # the places where it holds: how many depends on the data
+    given = [condition, input, other]
+    truth = platform.str_to_dtype("bool")
+    conditions = [i for i, value in enumerate(given) if getattr(value, "dtype", None) == truth]
+    if conditions not in ([0], [1]):
+        return THREE
+    taken = tuple(i for i in range(3) if i not in conditions and not is_zero(given[i]))
+    return pointwise(3, linear=[taken]) if taken else THREE
+
+
+def _masked_fill(input: Any, mask: Any, value: Any) -> Rule:
+    return pointwise(3, linear=[(0,) if is_zero(value) else (0, 2)])
+
+
+operator("where", "condition, input=None, other=None", _where)
+operator("masked_fill", "input, mask, value", _masked_fill)
+
+# --- another dtype or device
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point or complex one."""
+    return str(dtype).rpartition(".")[2].lower().startswith(("float", "bfloat", "double", "half", "complex"))
+
+
+def _cast(input: Any, dtype: Any) -> Rule:
+    return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
+
+
+def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: Any = None, **more: Any) -> Any:
+    if any(isinstance(value, DTensor) for value in (*to, other)):
+        return _to_like
+    kind = type(input.dtype)
+    dtype = next((value for value in to if type(value) is kind), dtype)
+    device = next((value for value in to if not isinstance(value, (bool, kind)) and value is not None), device)
+    stays = dtype in (None, input.dtype) and str(device or input.device) == str(input.device)
+    if stays and not more["copy"] and more["memory_format"] is None and True not in to:
+        return lambda input, **_: input  # torch gives the tensor itself
+    return SAME if dtype in (None, input.dtype) else _cast(input, dtype)
+
+
+def _to_like(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: Any = None, **more: Any) -> Any:
+    """Of the other tensor only the dtype and the device count."""
+    like = other if other is not None else to[0]
+    names = ("non_blocking", "copy")
+    return input.to(device=like.device, dtype=like.dtype, **{**more, **dict(zip(names, to[1:], strict=False))})
+
+
+def _type(input: Any, dtype: Any, **_: Any) -> Any:
+    if dtype is None:
+        return lambda input, **_: platform.operator("type")(input._local)  # its name
+    return _cast(input, dtype)
+
+
+operator(
+    "to",
+    "input, *to, dtype=None, device=None, other=None, non_blocking=False, copy=False, memory_format=None",
+    _to,
+)
+operator("type", "input, dtype=None, non_blocking=False", _type)
+operator("type_as", "input, other", handler=lambda input, other: input.to(dtype=other.dtype, device=other.device))
+for _name in ("bfloat16", "cdouble", "cfloat", "chalf", "double", "float", "half"):
+    operator(_name, "input, memory_format=None", lambda input, **_: SCALED if is_inexact(input.dtype) else ONE)
+operator("bool byte char int long short", "input, memory_format=None", ONE)
+operator("cpu cuda npu xpu", "input, device=None, non_blocking=False, memory_format=None", SAME)
+
+# --- other values in a tensor
+
+
+def _fill(input: Any, value: Any) -> Any:
+    """The value of the whole: where a reduction is pending, what is copied back is a part of it."""
+    if isinstance(value, DTensor):
+        return value.to(input.dtype).expand(tuple(input.shape))
+    return DTensor(platform.full_like(input._local, value), input._layout.reset_partial(), input._shape)
+
+
+def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
+    one_mesh("copy_", [input, src])
+    if src.shape != input.shape:
+        src = src.expand(tuple(input.shape))
+    if not is_inexact(input.dtype) or not is_inexact(src.dtype):
+        src = src.reduce_partial()  # such a cast is not linear
+    input._local.copy_(local_for(src, input._layout), non_blocking)
+    return input
+
+
+def _zero(input: Any) -> Any:
+    input._local.zero_()  # parts of zero are zero, whatever the reduction
+    return input
+
+
+operator("fill", "input, value", handler=_fill)
+operator("copy", "input, src, non_blocking=False", handler=_copy)
+operator("zero", "input", handler=_zero)

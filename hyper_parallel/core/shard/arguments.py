@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a call: the distributed tensors among them, their description, their shards in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+Tensor = platform.Tensor
+
+_INFINITE = (float("inf"), float("-inf"))
+
+
+class OperatorError(TypeError):
+    """An operator that cannot be run on these distributed tensors."""
+
+
+class PlainTensorError(Exception):
+    """A plain tensor is among the arguments."""
+
+
+def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
+    """Adds to the key what a plan may depend on, and finds the distributed tensors."""
+    for value in values:
+        kind = type(value)
+        if kind is DTensor:
+            tensors.append(value)
+            key += (value._layout, value._shape, value._local.dtype)
+        elif kind is float:
+            # A number that changes at every step must not make a plan at every step.
+            key += (kind, value if value == 0.0 or value in _INFINITE else None)
+        elif kind is tuple or kind is list:
+            key += (kind, len(value))
+            describe(value, key, tensors)
+        elif kind is slice:
+            key += (kind, value.start, value.stop, value.step)
+        elif isinstance(value, Tensor):
+            if not isinstance(value, DTensor):
+                raise PlainTensorError
+            tensors.append(value)
+            key += (value._layout, value._shape, value._local.dtype)
+        else:
+            key += (kind, value)
+
+
+def tensors_in(tree: Any) -> Iterator[Any]:
+    """The tensors of nested arguments, in their order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def flat(items: Sequence[Any]) -> list[Any]:
+    """The tensors of operands, of which some are lists and some None."""
+    return [x for item in items if item is not None for x in (item if isinstance(item, (list, tuple)) else (item,))]
+
+
+def replaced(tree: Any, shards: Iterator[Any]) -> Any:
+    """The arguments with the next shard for every distributed tensor."""
+    if isinstance(tree, DTensor):
+        return next(shards)
+    if isinstance(tree, (list, tuple)):
+        items = [replaced(item, shards) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def distributed(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with plain tensors made distributed, where that is allowed."""
+    found = list(tensors_in((args, kwargs)))
+    mesh = next(t for t in found if isinstance(t, DTensor)).device_mesh
+    numbers = iter(range(len(found)))
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        number = next(numbers)
+        if isinstance(value, DTensor):
+            return value
+        if len(value.shape) and not MODES.replicate_plain:
+            raise OperatorError(
+                f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor among "
+                f"distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) or "
+                "DTensor.from_local(...); or call it within implicit_replication() if it is the same on every rank"
+            )
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
+
+    return platform.tree_map(one, tuple(args)), platform.tree_map(one, dict(kwargs))
+
+
+def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    """The call on the shards as they are; a target that was changed in place is returned as it came."""
+
+    def shard(value: Any) -> Any:
+        return value._local if isinstance(value, DTensor) else value
+
+    result = func(*platform.tree_map(shard, tuple(args)), **platform.tree_map(shard, dict(kwargs)))
+    first = args[0] if args else None
+    return first if isinstance(first, DTensor) and result is first._local else result
+
+
+def one_mesh(name: str, tensors: Sequence[DTensor]) -> Any:
+    """The mesh on which all of them lie."""
+    meshes = list(dict.fromkeys(t.device_mesh for t in tensors))
+    if len(meshes) != 1:
+        raise OperatorError(
+            f"{name}: its tensors lie on different meshes, {' and '.join(map(str, meshes))}; "
+            "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh"
+        )
+    return meshes[0]

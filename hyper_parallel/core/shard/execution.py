@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which a call is run once it is decided: by a plan, by other operators, on whole tensors, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
+from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced
+from hyper_parallel.core.shard.here import Here
+from hyper_parallel.core.shard.ops.operator import Operator
+from hyper_parallel.core.shard.propagate import OpPlan
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Called
+
+platform = get_platform()
+
+Run = Callable[[list[DTensor], Any, Any], Any]  # of the distributed tensors among the arguments, and the arguments
+Move = tuple[Layout, tuple[int, ...]] | None  # the layout asked for, the axes on which the gradient comes in parts
+
+
+class Planned:
+    """A call whose plan is known. ``moves``: what each tensor must become; None where its shard is taken as it is."""
+
+    def __init__(self, func: Any, called: Called, op: Operator, made: OpPlan, here: Here | None) -> None:
+        self._func, self._called, self._op, self._here = func, called, op, here
+        self._single = len(made.results) == 1 and not isinstance(made.results[0], tuple)
+        self._layouts = flat(made.results)
+        shapes = [s for shape, layout in zip(made.shapes, made.results, strict=True) for s in _each(shape, layout)]
+        self._shapes = [platform.list_to_size(list(shape)) for shape in shapes]
+        pairs = zip(self._layouts, self._shapes, strict=True)
+        self._expected = [platform.list_to_size(list(layout.local_shape(shape))) for layout, shape in pairs]
+
+    def bind(self, moves: Sequence[Move], tensors: Sequence[DTensor], args: Any, inplace: bool) -> Run:
+        """The way for arguments like these, the shortest that serves."""
+        self._moves = list(moves)
+        self._inplace = inplace
+        moved = bool(moves) and moves[0] is not None and moves[0][0] is not tensors[0]._layout
+        self._copy_of = self._called.name if self._op.view and moved else None
+        self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
+        simple = self._single and len(self._positions) == len(tensors) and not inplace and not self._op.view
+        return self.run_simply if simple and self._here is None and not any(moves) else self.run
+
+    def run_simply(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """Nothing moves, and every tensor is an argument by itself."""
+        values = list(args)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            values[position] = tensor._local
+        return self._wrapped(self._func(*values, **kwargs), 0)
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        if MODES.explicit:
+            for number, (tensor, move) in enumerate(zip(tensors, self._moves, strict=True)):
+                check_explicit(self._called.name, tensor, number, move[0] if move is not None else tensor._layout)
+        if self._inplace:
+            refuse_copy(self._called.name, tensors[0])
+        shards = iter(
+            [
+                t._local if move is None else local_for(t, move[0], move[1])
+                for t, move in zip(tensors, self._moves, strict=True)
+            ]
+        )
+        args = replaced(args, shards)
+        kwargs = {name: replaced(value, shards) for name, value in kwargs.items()} if kwargs else kwargs
+        if self._here is None:
+            result = self._func(*args, **kwargs)
+        else:
+            arguments = self._op.arguments(self._called, args, platform.named(kwargs))
+            result = self._op.local(self._here, **arguments)  # type: ignore[misc]
+        if self._inplace:
+            return tensors[0]
+        made = [self._wrapped(one, i) for i, one in enumerate((result,) if self._single else result)]
+        if self._op.view:
+            for one in made:
+                one._copy_of = self._copy_of or tensors[0]._copy_of
+        if self._single:
+            return made[0]
+        kind = type(result)
+        return made if kind is list else tuple(made) if kind is tuple else kind(made)
+
+    def _wrapped(self, local: Any, number: int) -> DTensor:
+        if local.shape != self._expected[number]:
+            layout, shape = self._layouts[number], tuple(self._shapes[number])
+            raise OperatorError(
+                f"{self._called.name}: rank {layout.mesh.rank} got a result of shape {tuple(local.shape)}, but by the "
+                f"rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function is wrong"
+            )
+        return DTensor(local, self._layouts[number], self._shapes[number])
+
+
+def _each(shape: Any, layout: Any) -> Any:
+    return shape if isinstance(layout, tuple) else (shape,)
+
+
+class Handled:
+    """A call that a function of the table does by itself, by other operators."""
+
+    def __init__(self, op: Operator, called: Called, handler: Callable[..., Any]) -> None:
+        self._op, self._called, self._handler = op, called, handler
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        arguments = self._op.arguments(self._called, args, platform.named(kwargs))
+        if not self._called.inplace:
+            return self._handler(**arguments)
+        refuse_copy(self._called.name, tensors[0])
+        result = self._handler(**arguments)
+        return result if result is tensors[0] else copied_back(tensors[0], result)
+
+
+class Direct:
+    """A call that a function of the table does by itself, with the arguments as they came."""
+
+    def __init__(self, direct: Callable[..., Any], func: Any) -> None:
+        self._direct, self._func = direct, func
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - as every other way
+        """The operator on these arguments."""
+        return self._direct(self._func, args, kwargs)
+
+
+class Whole:
+    """A call without a rule: on whole tensors, on every rank."""
+
+    def __init__(self, func: Any, called: Called, mesh: Any, inplace: bool) -> None:
+        self._func, self._called, self._mesh, self._inplace = func, called, mesh, inplace
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        if MODES.strict:
+            raise OperatorError(f"{self._called.name}: no rule, and strict mode does not run it on whole tensors")
+        wholes = []
+        for number, tensor in enumerate(tensors):
+            target = tensor._layout.with_placements([Replicate()] * self._mesh.ndim)
+            if MODES.explicit:
+                check_explicit(self._called.name, tensor, number, target)
+            wholes.append(local_for(tensor, target))
+        if self._inplace:
+            refuse_copy(self._called.name, tensors[0])
+            wholes[0] = platform.clone(wholes[0])
+        shards = iter(wholes)
+        result = self._func(*replaced(args, shards), **{name: replaced(v, shards) for name, v in kwargs.items()})
+        result = platform.apply_to_tensors(self._wrapped, result)
+        return copied_back(tensors[0], result) if self._inplace else result
+
+    def _wrapped(self, local: Any) -> DTensor:
+        layout = Layout.from_device_mesh(self._mesh)([Replicate()] * self._mesh.ndim).bind(len(local.shape))
+        return DTensor(local, layout, local.shape)
+
+
+class Back:
+    """An in-place call that must move its target: computed beside it, and copied back into its layout."""
+
+    def __init__(self, dispatch: Callable[..., Any], called: Called) -> None:
+        self._dispatch, self._called = dispatch, called
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        refuse_copy(self._called.name, tensors[0])
+        func = platform.operator(self._called.name)
+        if platform.called(func).inplace:
+            raise OperatorError(f"{self._called.name}: there is no operator that leaves its target alone")
+        kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
+        return copied_back(tensors[0], self._dispatch(func, args, kwargs))
+
+
+class Into:
+    """A call with ``out=``: the result goes into that tensor, in its layout."""
+
+    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called) -> None:
+        self._dispatch, self._func, self._called = dispatch, func, called
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - as every other way
+        """The operator on these arguments."""
+        kwargs = dict(kwargs)
+        out = kwargs.pop("out")
+        results = self._dispatch(self._func, args, kwargs, self._called)
+        for target, result in zip(*(x if isinstance(x, (list, tuple)) else (x,) for x in (out, results)), strict=True):
+            refuse_copy(self._called.name, target)
+            copied_back(target, result)
+        return out
+
+
+def copied_back(target: DTensor, result: DTensor) -> DTensor:
+    """The target with the result's values, in its own layout."""
+    if result._shape != target._shape:
+        raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
+    target._local.copy_(local_for(result, target._layout))
+    return target
+
+
+def refuse_copy(name: str, target: DTensor) -> None:
+    """An error where a change of the target would be lost."""
+    if target._copy_of is not None:
+        raise OperatorError(
+            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: it "
+            "is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = value), or "
+            "redistribute() first"
+        )
+
+
+def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> None:
+    """An error that shows the redistribution, where one is needed."""
+    if target is not tensor._layout:
+        itemsize = platform.get_element_size(tensor._local)
+        steps = plan_redistribution(tensor._layout, target, tuple(tensor._shape), itemsize)
+        raise OperatorError(
+            f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; call "
+            f"redistribute() on it. That would be:\n{steps.explain()}"
+        )
