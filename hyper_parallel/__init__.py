@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.operators import operators_come_from as _operators_come_from
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard, StridedShard
 from hyper_parallel.platform import CheckpointPolicy, CommunicationError, Platform, PlatformType, get_platform
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_tensor
+    from hyper_parallel.core.dtensor.dtensor import (
+        DTensor,
+        SkipDTensorDispatch,
+        distribute_module,
+        distribute_tensor,
+    )
 
 __version__ = "0.1.0"
 
@@ -24,7 +30,9 @@ __all__ = [
     "PlatformType",
     "Replicate",
     "Shard",
+    "SkipDTensorDispatch",
     "StridedShard",
+    "distribute_module",
     "distribute_tensor",
     "get_current_mesh",
     "get_platform",
@@ -32,7 +40,16 @@ __all__ = [
 ]
 
 # Tensors of the framework: asking for them chooses the framework and imports it.
-_OF_THE_FRAMEWORK = ("DTensor", "distribute_tensor")
+_OF_THE_FRAMEWORK = ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor")
+
+
+def _dispatcher() -> Any:
+    from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
+
+    return _OP_DISPATCHER
+
+
+_operators_come_from(_dispatcher)
 
 
 def __getattr__(name: str) -> Any:

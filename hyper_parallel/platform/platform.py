@@ -60,6 +60,28 @@ class Called(NamedTuple):
     parameters: tuple[str, ...] | None
 
 
+class NativeMesh(NamedTuple):
+    """A mesh in plain values: the global ranks in nested lists, and a group an axis if this rank is among them."""
+
+    device_type: str
+    ranks: list[Any]
+    names: tuple[str, ...] | None
+    groups: tuple[Any, ...]
+
+
+class NativeTensor(NamedTuple):
+    """A distributed tensor of the framework in plain values.
+
+    ``placements``, one an axis: ("shard", dim, split factor), ("replicate",) or ("partial", op).
+    """
+
+    local: Any
+    mesh: Any
+    placements: tuple[tuple[Any, ...], ...]
+    shape: tuple[int, ...]
+    is_parameter: bool
+
+
 @dataclass(frozen=True)
 class Traffic:
     """One collective as this rank sees it. ``nbytes`` is what the rank receives, in the way that moves the least."""
@@ -741,6 +763,24 @@ class Platform(ABC):
     @abstractmethod
     def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[Any]:
         """A context in which new parameters, and buffers if asked, land on ``device``."""
+
+    # --- the framework's own distributed tensors
+
+    @abstractmethod
+    def from_native_mesh(self, mesh: Any) -> NativeMesh:
+        """The parts of the framework's own mesh."""
+
+    @abstractmethod
+    def to_native_mesh(self, parts: NativeMesh) -> Any:
+        """The framework's own mesh of these parts; no groups are made."""
+
+    @abstractmethod
+    def from_native_dtensor(self, tensor: Any) -> NativeTensor:
+        """The parts of the framework's own distributed tensor: the shard shares its memory, a leaf's is a leaf."""
+
+    @abstractmethod
+    def to_native_dtensor(self, parts: NativeTensor) -> Any:
+        """The framework's own distributed tensor in the shard's memory: of a leaf a leaf, else in the shard's graph."""
 
 
 # The chosen platform; None until get_platform() is called. Tests reset it.

@@ -52,6 +52,21 @@ def test_python_in_the_testing_page_runs_on_ranks(tmp_path):
     assert "2 passed" in run.stdout, run.stdout + run.stderr
 
 
+def test_python_in_the_page_on_operators_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add-an-operator.md").read_text(), re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "page.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.match(r"softmax: \.\.\. -> \.\.\. on \(2,\): shard", run.stdout), run.stdout
+
+
 def test_the_table_of_the_contract_is_current():
     assert platform_table.PAGE.read_text() == platform_table.page(*platform_table.rows()), "run make docs"
 

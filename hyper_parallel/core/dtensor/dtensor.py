@@ -10,9 +10,7 @@ the shards, so gradients flow through all of it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
 import inspect
 import math
 import warnings
@@ -22,6 +20,8 @@ from typing import Any
 from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
+from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.platform import get_platform
@@ -114,13 +114,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     @classmethod
     def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator of the framework by its rule."""
-        return _dispatcher().dispatch(func, args, kwargs)
-
-
-@functools.cache
-def _dispatcher() -> Any:
-    # The rules are a layer above this one: they come in with the first operator.
-    return importlib.import_module("hyper_parallel.core.shard._op_dispatch")._OP_DISPATCHER
+        return dispatcher().dispatch(func, args, kwargs)
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:

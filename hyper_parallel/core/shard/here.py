@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a local call may ask about its rank: where its pieces lie in the factors of the call.
 
-def mean(here, input, dim, keepdim):          the local sum over the global count
-    return input.sum(dim, keepdim) / here.whole("{dim}")
+def mean(here, input, dim, keepdim):          the local mean for its share of the global count
+    return input.mean(dim, keepdim) * here.share
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,11 @@ from hyper_parallel.core.shard.rule import BoundRule
 
 
 class Here:
-    """One call on one rank. ``function`` is the operator itself, ``place`` the rank's place in the mesh."""
+    """One call on one rank.
+
+    ``function`` is the operator itself, ``place`` the rank's place in the mesh, ``share`` how much this rank has of what
+    vanishes: its part of a mean.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,8 @@ class Here:
             for name, axes in plan.orders.items()
         }
         self._mesh_shape = tuple(mesh_shape)
+        gone = [factor.name for factor in bound.factors if factor.name in self._spans and not factor.kept]
+        self.share = math.prod(self.size(name) / self.whole(name) if self.whole(name) else 1.0 for name in gone)
 
     def whole(self, name: str) -> int:
         """The size of a factor."""

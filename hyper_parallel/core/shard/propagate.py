@@ -10,6 +10,7 @@ dims alone that other axes cut, then the order of the rule's choices, which is t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class _Call:
         self._tensors = _pairs(bound.operands, layouts)
         self._sizes = list(itemsizes) if itemsizes is not None else [4] * len(self._tensors)
         self.mesh = _one_mesh(bound, [layout for _, layout in self._tensors])
+        self._places = [_places(layout) for _, layout in self._tensors]
+        start = (0,) * self.mesh.ndim
+        shards = (layout.local_shape(tensor.shape, start) for tensor, layout in self._tensors)
+        self._nbytes = [math.prod(shape) * size for shape, size in zip(shards, self._sizes, strict=True)]
 
     @property
     def first(self) -> Layout:
@@ -122,7 +127,7 @@ class _Call:
         return chosen
 
     def _stays(self, axis: int, choice: Choice) -> bool:
-        return choice.operands[0] == choice.results[0] == _place(self.first, axis)
+        return choice.operands[0] == choice.results[0] == self._places[0][axis]
 
     def orders(self, chosen: Sequence[Choice]) -> dict[str, list[int]]:
         """For each factor the axes that cut it, outermost first: as an operand has it already, else as the mesh has."""
@@ -145,13 +150,13 @@ class _Call:
     def _cost(self, axis: int, choice: Choice) -> tuple[int, int, int]:
         """(bytes moved, operands changed, dims cut again) to put every operand where the choice wants it on an axis."""
         nbytes = changed = nested = 0
-        for (tensor, layout), place, itemsize in zip(self._tensors, _flat(choice.operands), self._sizes, strict=True):
-            have = _place(layout, axis)
-            if have != place:
-                local = math.prod(layout.local_shape(tensor.shape, (0,) * self.mesh.ndim)) * itemsize
-                nbytes += _moved(have, place, local, self.mesh.mesh_shape[axis])
+        ranks = self.mesh.mesh_shape[axis]
+        for number, place in enumerate(_flat(choice.operands)):
+            have = self._places[number][axis]
+            if have is not place and have != place:
+                nbytes += _moved(have, place, self._nbytes[number], ranks)
                 changed += 1
-                nested += place.dim is not None and bool(layout.dim_axes[place.dim])
+                nested += place.dim is not None and bool(self._tensors[number][1].dim_axes[place.dim])
         return nbytes, changed, nested
 
 
@@ -165,11 +170,11 @@ def _moved(have: Place, want: Place, local: int, ranks: int) -> int:
     return 0
 
 
-def _place(layout: Layout, axis: int) -> Place:
-    """A layout's placement on an axis, in the rule's words."""
-    op = layout.partial[axis]
-    dim = next((dim for dim, axes in enumerate(layout.dim_axes) if axis in axes), None)
-    return Place(dim, op)
+@functools.lru_cache(maxsize=4096)
+def _places(layout: Layout) -> tuple[Place, ...]:
+    """A layout's placement on every axis, in the rule's words."""
+    dims = {axis: dim for dim, axes in enumerate(layout.dim_axes) for axis in axes}
+    return tuple(Place(dims.get(axis), op) for axis, op in enumerate(layout.partial))
 
 
 def _flat(places: Any) -> list[Any]:
@@ -198,7 +203,8 @@ def _checked(bound: BoundRule, layouts: Sequence[Any]) -> list[Any]:
 
 def _one_mesh(bound: BoundRule, layouts: Sequence[Layout]) -> Any:
     meshes = {layout.mesh for layout in layouts}
-    bound.rule.require(len(meshes) == 1, f"the operands must lie on one mesh, they lie on {sorted(map(str, meshes))}")
+    if len(meshes) != 1:
+        bound.rule.require(False, f"the operands must lie on one mesh, they lie on {sorted(map(str, meshes))}")
     return next(iter(meshes))
 
 

@@ -12,11 +12,12 @@ from hyper_parallel.platform.torch.deferred_init import DeferredInit
 from hyper_parallel.platform.torch.differentiable import Differentiable
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 from hyper_parallel.platform.torch.gradients import Gradients
+from hyper_parallel.platform.torch.interop import Interop
 from hyper_parallel.platform.torch.modules import Modules
 from hyper_parallel.platform.torch.recompute import Recompute
 
 
-class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit):
+class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop):
     """PyTorch as the core sees it."""
 
     Tensor = torch.Tensor

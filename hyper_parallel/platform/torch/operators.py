@@ -129,7 +129,10 @@ def _parameters(func: Any) -> tuple[str, ...] | None:
     """The names of the positional parameters, where Python knows them."""
     if not inspect.isfunction(func):
         return None
-    found = inspect.signature(func).parameters.values()
+    try:
+        found = inspect.signature(func).parameters.values()
+    except ValueError:  # a function of C in a Python wrapper, such as Tensor.__pow__
+        return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         return None
     return tuple(_PARAMETERS.get(parameter.name, parameter.name) for parameter in found)

@@ -14,6 +14,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import one_mesh
+from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.rule import Rule, move, pointwise
 from hyper_parallel.platform import get_platform
@@ -53,10 +54,9 @@ operator("neg deg2rad rad2deg", "input", SCALED)
 operator("positive conj resolve_conj resolve_neg", "input", SAME, view=True)
 operator("conj_physical", "input", SCALED)
 operator("real imag", "input", SCALED, view=True)
-operator("view_as_complex", "input", Rule("... pair! -> ...", linear=((0,),), broadcast="none"), view=True)
 
 
-def _view_as_real(input: Any) -> Ruled:
+def _view_as_real(**_: Any) -> Ruled:
     return Ruled(Rule("... -> ... pair!", linear=((0,),), broadcast="none"), {"pair": 2})
 
 
@@ -68,6 +68,13 @@ def _polygamma(n: Any, input: Any) -> Ruled:
     return Ruled(ONE, operands=[n if isinstance(n, DTensor) else input])  # as a method it has the tensor first
 
 
+def _complex_shard(here: Here, input: Any) -> Any:
+    # An empty shard may have strides that torch does not accept here.
+    return here.function(input if input.numel() else input.reshape(-1).reshape(input.shape))
+
+
+PAIRS = Rule("... pair! -> ...", linear=((0,),), broadcast="none")
+operator("view_as_complex", "input", PAIRS, local=_complex_shard, view=True)
 operator("view_as_real", "input", _view_as_real, view=True)
 operator("glu", "input, dim=-1", _glu)
 operator("polygamma", "n, input", _polygamma)
@@ -93,10 +100,10 @@ operator(
 )
 operator("add sub", "input, other, *, alpha=1", pointwise(2, linear=[(0, 1)]))
 operator("rsub", "input, other, alpha=1", pointwise(2, linear=[(0, 1)]))
-operator("complex", "input, imag", pointwise(2, linear=[(0, 1)]))
+operator("complex", "real, imag", pointwise(2, linear=[(0, 1)]))
 operator("mul", "input, other", pointwise(2, linear=[0, 1]))
 operator("ldexp", "input, other", pointwise(2, linear=0))
-operator("polar", "input, angle", pointwise(2, linear=0))
+operator("polar", "abs, angle", TWO)  # its gradient takes the first to be positive, which parts need not be
 operator("rdiv", "input, other", pointwise(2, linear=1))
 
 
@@ -112,7 +119,7 @@ def _prelu(input: Any, weight: Any) -> Any:
     return Rule(f"{dims}, {of_weight} -> {dims}", broadcast="none")
 
 
-def _isin(elements: Any, test_elements: Any, **_: Any) -> Any:
+def _isin(test_elements: Any, **_: Any) -> Any:
     tested = " ".join(f"t{i}!" for i in range(len(getattr(test_elements, "shape", ()))))
     return Rule(f"..., {tested} -> ...")
 
@@ -149,7 +156,7 @@ def _where(condition: Any, input: Any, other: Any) -> Any:
     return pointwise(3, linear=[taken]) if taken else THREE
 
 
-def _masked_fill(input: Any, mask: Any, value: Any) -> Rule:
+def _masked_fill(value: Any, **_: Any) -> Rule:
     return pointwise(3, linear=[(0,) if is_zero(value) else (0, 2)])
 
 
@@ -180,11 +187,11 @@ def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: 
     return SAME if dtype in (None, input.dtype) else _cast(input, dtype)
 
 
-def _to_like(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: Any = None, **more: Any) -> Any:
+def _to_like(input: Any, to: Any = (), other: Any = None, **more: Any) -> Any:
     """Of the other tensor only the dtype and the device count."""
     like = other if other is not None else to[0]
-    names = ("non_blocking", "copy")
-    return input.to(device=like.device, dtype=like.dtype, **{**more, **dict(zip(names, to[1:], strict=False))})
+    more |= {**dict(zip(("non_blocking", "copy"), to[1:], strict=False)), "device": like.device, "dtype": like.dtype}
+    return input.to(**more)
 
 
 def _type(input: Any, dtype: Any, **_: Any) -> Any:
@@ -208,13 +215,6 @@ operator("cpu cuda npu xpu", "input, device=None, non_blocking=False, memory_for
 # --- other values in a tensor
 
 
-def _fill(input: Any, value: Any) -> Any:
-    """The value of the whole: where a reduction is pending, what is copied back is a part of it."""
-    if isinstance(value, DTensor):
-        return value.to(input.dtype).expand(tuple(input.shape))
-    return DTensor(platform.full_like(input._local, value), input._layout.reset_partial(), input._shape)
-
-
 def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
     one_mesh("copy_", [input, src])
     if src.shape != input.shape:
@@ -230,6 +230,6 @@ def _zero(input: Any) -> Any:
     return input
 
 
-operator("fill", "input, value", handler=_fill)
+operator("fill", "input, value", pointwise(2, linear=1))
 operator("copy", "input, src, non_blocking=False", handler=_copy)
 operator("zero", "input", handler=_zero)
