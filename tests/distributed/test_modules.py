@@ -160,7 +160,7 @@ def test_inputs_by_position_and_keyword():
 @on_ranks(2)
 def test_state_dicts_casts_copies_and_hooks():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    expected, y = truth()
+    expected, _ = truth()
     model = distribute_module(net(), mesh, columns_then_rows)
     state = model.state_dict()
     assert {name: tuple(t.shape) for name, t in state.items()} == {

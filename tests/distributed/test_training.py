@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twenty steps of a small transformer on meshes (2), (4) and (2, 2) against one process: every loss, every parameter."""
+"""Twenty steps of a small transformer on meshes (2), (4) and (2, 2) against one process: all losses, all parameters."""
 
 import pytest
 import torch

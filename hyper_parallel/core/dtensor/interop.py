@@ -6,8 +6,8 @@
     mesh = mesh_from_native(torch_mesh)
 
 "Native" is what the framework itself has: on PyTorch ``torch.distributed.tensor.DTensor`` and
-``torch.distributed.device_mesh.DeviceMesh``. Nothing is communicated, but for groups of ours that are not made yet. A leaf
-becomes a leaf: it shares the memory and gets a gradient of its own. What was computed stays in its graph.
+``torch.distributed.device_mesh.DeviceMesh``. Nothing is communicated, but a mesh has its groups made if they do not
+exist. A leaf becomes a leaf: it shares the memory and gets a gradient of its own. What was computed keeps its graph.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ Tensor = platform.Tensor
 _INFINITE = (float("inf"), float("-inf"))
 
 
-class OperatorError(TypeError):
-    """An operator that cannot be run on these distributed tensors."""
+class OperatorError(RuntimeError):
+    """An operator that cannot be run on these distributed tensors."""  # a TypeError would be swallowed by x + y
 
 
 class PlainTensorError(Exception):

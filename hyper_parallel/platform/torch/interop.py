@@ -26,7 +26,7 @@ class Interop(Platform):
         from torch.distributed.device_mesh import DeviceMesh
 
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"expected a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
+            raise TypeError(f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}")
         groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else ()
         return NativeMesh(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, tuple(groups))
 
@@ -44,7 +44,7 @@ class Interop(Platform):
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            raise TypeError(f"expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
+            raise TypeError(f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
         if tensor.is_leaf:
             with torch.no_grad():
                 local = tensor.to_local()
@@ -63,10 +63,11 @@ class Interop(Platform):
         from torch.distributed.tensor import DTensor
 
         local = parts.local
-        if local.device.type not in (parts.mesh.device_type, "meta"):
+        device = parts.mesh.device_type
+        if local.device.type not in (device, "meta"):
             raise ValueError(
-                f"the shard lies on {local.device}, but the mesh is one of {parts.mesh.device_type}: torch would copy "
-                f"it; move the tensor with to({parts.mesh.device_type!r}) first"
+                f"to_native: the shard lies on {local.device}, but the mesh is one of {device}: torch would copy it; "
+                f"move the tensor with to({device!r}) first"
             )
         made = DTensor.from_local(
             local.detach() if local.is_leaf else local,
@@ -99,8 +100,8 @@ def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
             found.append(("partial", _OPS.get(placement.reduce_op, placement.reduce_op)))
         else:
             raise ValueError(
-                f"{placement!r} on axis {axis} of a torch DTensor has no counterpart here; redistribute the tensor to "
-                "Shard, Replicate or Partial first"
+                f"from_native: {placement!r} on axis {axis} has no counterpart here; redistribute the tensor to Shard, "
+                "Replicate or Partial first"
             )
     return tuple(found)
 

@@ -71,6 +71,7 @@ _SAME_AS = {
     "less": "lt",
     "less_equal": "le",
     "linalg_matmul": "matmul",
+    "linalg_matrix_norm": "matrix_norm",
     "linalg_multi_dot": "multi_dot",
     "linalg_vector_norm": "vector_norm",
     "moveaxis": "movedim",

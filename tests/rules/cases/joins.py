@@ -72,5 +72,7 @@ COMPOSITES = [
     op("hsplit of a row", lambda x: torch.hsplit(x, [2, 3]), "a"),
     op("vsplit", lambda x: x.vsplit([1, 3]), "ab"),
     op("dsplit", lambda x: x.dsplit(2), "ab4"),
+    op("reversed", reversed, "ab"),
+    op("diagflat", lambda x: torch.diagflat(x, 1), "ab"),
     op("repeat_interleave of all", lambda x: x.repeat_interleave(3), "ab"),
 ]

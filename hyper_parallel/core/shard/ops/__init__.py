@@ -5,8 +5,20 @@ from hyper_parallel.core.shard.ops import (
     joins,
     pointwise,
     products,
+    reductions,
     views,
 )
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator, Ruled, Unruled, operator
 
-__all__ = ["OPERATORS", "Operator", "Ruled", "Unruled", "joins", "operator", "pointwise", "products", "views"]
+__all__ = [
+    "OPERATORS",
+    "Operator",
+    "Ruled",
+    "Unruled",
+    "joins",
+    "operator",
+    "pointwise",
+    "products",
+    "reductions",
+    "views",
+]

@@ -116,6 +116,8 @@ def _split_along(find: Callable[[int], int]) -> Callable[..., Any]:
 operator("split", "input, split_size, dim=0", _split, view=True)
 operator("split_with_sizes", "input, split_size, dim=0", _split, view=True)
 operator("chunk", "input, chunks, dim=0", _chunk, view=True)
+operator("unsafe_split unsafe_split_with_sizes", "input, split_size, dim=0", _split)
+operator("unsafe_chunk", "input, chunks, dim=0", _chunk)
 operator("tensor_split", "input, indices_or_sections, dim=0", _tensor_split, view=True)
 operator("hsplit", "input, indices", handler=_split_along(lambda ndim: min(1, ndim - 1)))
 operator("vsplit", "input, indices", handler=_split_along(lambda _: 0))
@@ -197,6 +199,7 @@ operator("roll", "input, shifts, dims=None", _in_place_of)
 operator("flip", "input, *dims", _in_place_of)
 operator("fliplr", "input", lambda input: _in_place_of(input, 1))
 operator("flipud", "input", lambda input: _in_place_of(input, 0))
+operator("__reversed__", "input", handler=lambda input: input.flip(0) if input.shape else input)
 operator("rot90", "input, k=1, dims=(0, 1)", _rot90)
 
 
@@ -249,3 +252,4 @@ def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
 
 operator("diag", "input, diagonal=0", _diag)
 operator("diag_embed", "input, offset=0, dim1=-2, dim2=-1", _diag_embed)
+operator("diagflat", "input, offset=0", handler=lambda input, offset: input.reshape(-1).diag(offset))

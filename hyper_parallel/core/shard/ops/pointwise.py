@@ -33,7 +33,7 @@ operator(
     "isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr log_sigmoid logical_not ndtr ndtri entr psi "
     "reciprocal rsqrt sgn sigmoid sign signbit sin sinc sinh softsign sqrt square tan tanh tanhshrink trunc "
     "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 "
-    "modified_bessel_k1 airy_ai spherical_bessel_j0",
+    "modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 airy_ai spherical_bessel_j0",
     "input",
     ONE,
 )
@@ -48,7 +48,7 @@ operator("mvlgamma multigammaln", "input, p", ONE)
 operator("nan_to_num", "input, nan=None, posinf=None, neginf=None", ONE)
 operator("round", "input, decimals=0", ONE)
 operator("softplus", "input, beta=1, threshold=20", ONE)
-operator("threshold", "input, threshold, value, inplace=False", ONE)
+operator("threshold _threshold", "input, threshold, value, inplace=False", ONE)
 operator("frexp", "input", Rule("... -> ..., ..."))
 operator("neg deg2rad rad2deg", "input", SCALED)
 operator("positive conj resolve_conj resolve_neg", "input", SAME, view=True)
@@ -94,7 +94,9 @@ operator("heaviside", "input, values", TWO)
 operator("isclose", "input, other, rtol=1e-05, atol=1e-08, equal_nan=False", TWO)
 operator(
     "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
-    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p",
+    "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v "
+    "shifted_chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l "
+    "legendre_polynomial_p",
     "input, n",
     TWO,
 )
