@@ -10,12 +10,8 @@ from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shar
 from hyper_parallel.platform import CheckpointPolicy, CommunicationError, Platform, PlatformType, get_platform
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.dtensor import (
-        DTensor,
-        SkipDTensorDispatch,
-        distribute_module,
-        distribute_tensor,
-    )
+    from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_module, distribute_tensor
+    from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
 
 __version__ = "0.1.0"
 

@@ -252,13 +252,17 @@ def test_modes():
     with explicit():
         assert (rows * rows).placements == (Shard(0),)
         with pytest.raises(
-            TypeError, match=r"add: explicit mode: tensor \d of its arguments must go from .*(\n.*)*to_all"
+            OperatorError, match=r"add: explicit mode: tensor \d of its arguments must go from .*(\n.*)*to_all"
         ):
             rows + columns
         with explicit(False):
             same(rows + columns, 2 * data)
         assert rows.redistribute(mesh, S1).placements == (Shard(1),)
     same(rows + columns, 2 * data)
+    with CommunicationLedger(mesh) as ledger:
+        _ = rows + columns  # moved for the sum before, and remembered
+    assert ledger.entries == []
+    columns = put(data, mesh, S1)
     with CommunicationLedger(mesh) as ledger:
         _ = rows + columns
         columns.redistribute()
@@ -303,15 +307,15 @@ def test_an_operator_without_a_rule_is_right_and_told_once():
     with strict():
         with pytest.raises(OperatorError, match="matrix_exp: no rule"):
             torch.matrix_exp(put(data, mesh, S0))
-        with pytest.raises(OperatorError, match="polygamma: no rule: it is in no table; strict mode"):
-            torch.polygamma(1, put(data, mesh, S0))
+        with pytest.raises(OperatorError, match="cov: no rule: it is in no table; strict mode"):
+            torch.cov(put(data, mesh, S0))
     # In place: the target is changed as a whole and cut again.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = put(data, mesh, S0)
-        assert x.polygamma_(1) is x
+        assert x.renorm_(2, 0, 0.5) is x
         assert x.placements == (Shard(0),)
-        same(x, torch.polygamma(1, data))
+        same(x, torch.renorm(data, 2, 0, 0.5))
 
 
 @on_ranks(2)
@@ -338,3 +342,29 @@ def test_skipped_dispatch_runs_on_the_shards():
     with pytest.raises(ZeroDivisionError), skip, skip:
         _ = 1 / 0
     assert isinstance(x + 1, DTensor)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@on_ranks(2)
+def test_a_plain_autograd_function_is_refused_where_it_would_lose_the_gradient():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = put(draw(4, 6), mesh, S0, True)
+    for lost in (Doubled.apply(x), Doubled.apply(x * 1), checkpoint(lambda t: t * 2, x, use_reentrant=True)):
+        with pytest.raises(
+            OperatorError, match="came out of an autograd function .* derive the function from DFunction"
+        ):
+            lost.sum()
+    same(Doubled.apply(x.detach()) + 0.0, draw(4, 6) * 2)
+    with torch.no_grad():
+        kept = x * 2
+        same(Doubled.apply(x) + kept, draw(4, 6) * 4)
+    same((kept * x).sum(), (draw(4, 6) ** 2 * 2).sum())

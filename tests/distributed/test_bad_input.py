@@ -68,6 +68,11 @@ WRONG = {
         "6",
     ),
     "a mesh with a rank that is not there": (lambda: DeviceMesh("cpu", [0, 7]).get_group(), ValueError, "7"),
+    "a mesh whose ranks go down": (
+        lambda: distribute_tensor(torch.ones(8), DeviceMesh("cpu", [3, 1, 0, 2]), [Shard(0)]),
+        ValueError,
+        "tensors lie on meshes whose ranks ascend along every axis; axis 0 of .* does not",
+    ),
     "a layout for other ranks": (
         lambda: Layout((2, 2), ("a", "b"), rank_list=(0, 1)),
         ValueError,

@@ -161,6 +161,10 @@ class DeviceMesh:
         ranks: list[int] = self._ranks[index].reshape(-1).tolist()
         return sorted(ranks)
 
+    def descending_axis(self) -> int | None:
+        """The first axis along which the ranks do not ascend, if there is one."""
+        return next((axis for axis in range(self.ndim) if (np.diff(self._ranks, axis=axis) < 0).any()), None)
+
     def get_device_num_along_axis(self, mesh_dim: int | str) -> int:
         """The number of ranks along an axis."""
         return self.size(mesh_dim)

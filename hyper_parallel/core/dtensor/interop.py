@@ -111,10 +111,9 @@ def _made(mesh: DeviceMesh) -> Any:
 
 def _check_order(call: str, mesh: DeviceMesh) -> None:
     """A group has its ranks in ascending order, and torch takes that for the order along the axis."""
-    ranks = np.asarray(mesh.rank_list).reshape(mesh.mesh_shape)
-    wrong = [axis for axis in range(mesh.ndim) if (np.diff(ranks, axis=axis) < 0).any()]
-    if wrong:
-        raise ValueError(f"{call}: the ranks of {mesh} must ascend along every axis; along axis {wrong[0]} they do not")
+    axis = mesh.descending_axis()
+    if axis is not None:
+        raise ValueError(f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not")
 
 
 def _placement(kind: str, *details: Any) -> Placement:

@@ -265,12 +265,20 @@ def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | N
     key = (mesh, placements, ndim)
     found = _known.get(key)
     if found is None:
+        _check_order(mesh)
         made = object.__new__(Layout)
         for name, value in (("mesh", mesh), ("placements", placements), ("ndim", ndim)):
             object.__setattr__(made, name, value)
         object.__setattr__(made, "_dim_axes", _ordered_axes(made) if ndim is not None else None)
         found = _known.setdefault(key, made)
     return found
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Groups have their ranks in ascending order, and the pieces of a tensor lie in that order along an axis."""
+    axis = mesh.descending_axis()
+    if axis is not None:
+        raise ValueError(f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not")
 
 
 def _is_placements(entry: Any) -> bool:

@@ -14,6 +14,10 @@ from hyper_parallel.platform import get_platform
 platform = get_platform()
 Tensor = platform.Tensor
 
+_LOST = (
+    "a distributed tensor came out of an autograd function that knows only plain tensors, so that no gradient would reach "
+    "its inputs; derive the function from DFunction and give it a rule, or use checkpoint(..., use_reentrant=False)"
+)
 _INFINITE = (float("inf"), float("-inf"))
 
 
@@ -30,6 +34,8 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
     for value in values:
         kind = type(value)
         if kind is DTensor:
+            if value._unrecorded and value.lost_its_graph:
+                raise OperatorError(_LOST)
             tensors.append(value)
             key += (value._layout, value._shape, value._local.dtype)
         elif kind is float:

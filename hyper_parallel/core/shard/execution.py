@@ -52,7 +52,8 @@ class Planned:
         values = list(args)
         for position, tensor in zip(self._positions, tensors, strict=True):
             values[position] = tensor._local
-        return self._wrapped(self._func(*values, **kwargs), 0)
+        result = self._func(*values, **kwargs)
+        return tensors[0] if result is tensors[0]._local else self._wrapped(result, 0)
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
@@ -75,6 +76,8 @@ class Planned:
             arguments = self._op.arguments(self._called, args, platform.named(kwargs))
             result = self._op.local(self._here, **arguments)  # type: ignore[misc]
         if self._inplace:
+            return tensors[0]
+        if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout:
             return tensors[0]
         made = [self._wrapped(one, i) for i, one in enumerate((result,) if self._single else result)]
         if self._op.view:

@@ -23,12 +23,18 @@ class DTensorBase(torch.Tensor):
     _routes: Any = None  # the shard by other routes, as they are asked for
     _origin: DTensorBase | None = None  # what it was redistributed from
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _unrecorded = False  # made where nothing is recorded for backward
 
     @staticmethod
     def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
         size = shape if type(shape) is torch.Size else torch.Size(shape)
-        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
+        # That the wrapper requires a gradient serves one end: a plain autograd function leaves its mark on it.
+        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
         own = wrapper.__dict__
+        if not torch.is_grad_enabled():
+            own["_unrecorded"] = True
         own["_local"] = local
         own["_layout"] = layout
         own["_shape"] = size
@@ -48,6 +54,14 @@ class DTensorBase(torch.Tensor):
     def is_parameter(self) -> bool:
         """Whether a module has it as a parameter."""
         return "_is_param" in self.__dict__
+
+    @property
+    def lost_its_graph(self) -> bool:
+        """Whether an autograd function of torch made it: that one records the wrapper, and no gradient would flow."""
+        if not torch.is_grad_enabled() or self._local.requires_grad:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
 
     def to_local(self) -> torch.Tensor:
         """The data on this rank, as a plain tensor that shares its memory."""
@@ -110,18 +124,25 @@ class DTensorBase(torch.Tensor):
 
     def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
         self._local.requires_grad_(requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            _require_grad_of_wrapper(self, requires_grad)
         return self
 
     def _gradient(self) -> DTensorBase | None:
         """The gradient lies as the tensor does, whole where a reduction is pending."""
         grad = self._local.grad
-        return None if grad is None else type(self)(grad, self._layout.reset_partial(), self._shape)
+        return None if grad is None else self._gradient_of(grad)
+
+    def _gradient_of(self, grad: torch.Tensor) -> DTensorBase:
+        return type(self)(grad, self._layout.reset_partial(), self._shape)
+
+    def _in_gradient_layout(self, grad: DTensorBase) -> torch.Tensor:
+        """The shard of a gradient of this tensor, as backward takes it."""
+        return grad.redistribute(None, self._layout.reset_partial())._local
 
     def _set_gradient(self, grad: Any) -> None:
         if isinstance(grad, DTensorBase):
-            wanted = self._layout.reset_partial()
-            grad = grad if grad._layout is wanted else grad.redistribute(None, wanted)
-            grad = grad._local
+            grad = self._in_gradient_layout(grad)
         elif grad is not None:
             raise TypeError(f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
         self._local.grad = grad
@@ -138,14 +159,13 @@ class DTensorBase(torch.Tensor):
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """From every rank's shard: the gradient of a pending sum is the same for every part."""
-        whole = self._layout.reset_partial()
         target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
         if isinstance(gradient, DTensorBase):
-            gradient = gradient.redistribute(None, whole)._local
+            gradient = self._in_gradient_layout(gradient)
         elif gradient is None and self._shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         elif gradient is not None and gradient.dim():
-            raise TypeError(f"backward: expected a gradient in {whole}, got a plain tensor; distribute_tensor() it")
+            raise TypeError(f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
         if gradient is None:
             gradient = torch.ones_like(target._local)
         if inputs is not None:
@@ -160,13 +180,10 @@ class DTensorBase(torch.Tensor):
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
         self._watched("register_hook")
-        layout = self._layout.reset_partial()
 
         def on_shard(grad: torch.Tensor) -> Any:
-            changed = hook(type(self)(grad, layout, self._shape))
-            if changed is None:
-                return None
-            return changed.redistribute(None, layout)._local if isinstance(changed, DTensorBase) else changed
+            changed = hook(self._gradient_of(grad))
+            return self._in_gradient_layout(changed) if isinstance(changed, DTensorBase) else changed
 
         return self._local.register_hook(on_shard)
 
@@ -192,7 +209,7 @@ def _grad(
     grad_outputs: Any = None,
     retain_graph: Any = None,
     create_graph: bool = False,
-    only_inputs: bool = True,
+    only_inputs: bool = True,  # noqa: ARG001 - torch's signature
     allow_unused: Any = None,
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
@@ -211,10 +228,9 @@ def _grad(
         target = output if all(op in (None, "sum") for op in output._layout.partial) else output.reduce_partial()
         if gradient is None and output._shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        whole = output._layout.reset_partial()
         locals_out.append(target._local)
         arriving.append(
-            gradient.redistribute(None, whole)._local
+            output._in_gradient_layout(gradient)
             if isinstance(gradient, DTensorBase)
             else torch.ones_like(target._local)
             if gradient is None
@@ -234,9 +250,7 @@ def _grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        type(one)(grad, one._layout.reset_partial(), one._shape)
-        if isinstance(one, DTensorBase) and grad is not None
-        else grad
+        one._gradient_of(grad) if isinstance(one, DTensorBase) and grad is not None else grad
         for one, grad in zip(inputs, found, strict=True)
     )
 
@@ -246,6 +260,7 @@ def _property(name: str) -> Any:
 
 
 _set_data_of_wrapper = _property("data").__set__
+_require_grad_of_wrapper = _property("requires_grad").__set__
 
 
 def _of_wrapper(func: Any) -> Callable[..., Any]:
@@ -299,7 +314,9 @@ for _name in (
     "is_leaf",
     "requires_grad",
     "retains_grad",
-):
+    "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized",
+    "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
+):  # fmt: skip
     _OWN[_property(_name).__get__] = _attribute_of_shard(_name)
 for _name in (
     "_is_zerotensor", "get_device", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_floating_point",
@@ -312,11 +329,17 @@ _OWN |= {getattr(torch, name): _of_shard(name) for name in ("is_inference", "is_
 for _name in ("dim", "ndimension", "nelement", "numel", "size", "stride", "is_same_size", "dim_order"):
     _OWN[getattr(torch.Tensor, _name)] = _of_wrapper(getattr(torch.Tensor, _name))
 _OWN[torch.numel] = _of_wrapper(torch.numel)
+_OWN[torch._has_compatible_shallow_copy_type] = _of_wrapper(torch._has_compatible_shallow_copy_type)
 for _name in (
-    "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized",
-    "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "layout", "name", "nbytes", "ndim",
-    "output_nr", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
-):  # fmt: skip
+    "layout",
+    "name",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+):
     _OWN[_property(_name).__get__] = _of_wrapper(_property(_name).__get__)
 for _name in (
     "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "item", "numpy",

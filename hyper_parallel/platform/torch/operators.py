@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch's functions are called in the rules, and how their arguments are named.
 
-``torch.add``, ``Tensor.add_``, ``x += y`` and ``torch.ops.aten.add.Tensor`` are one operator, ``add``. Names of torch are
-the canonical ones, so the tables hold only what differs.
+``torch.add``, ``Tensor.add_``, ``x += y`` and ``torch.ops.aten.add.Tensor`` are one operator, ``add``. Names of torch
+are the canonical ones, so the tables hold only what differs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hyper_parallel.platform.platform import Called
 _NAMES: dict[Any, str] = {
     F.unfold: "im2col",
     F.fold: "col2im",
+    torch.embedding: "embedding_of_weight",  # which comes first here
     torch.Tensor.__rsub__: "rsub",
     torch.Tensor.__rdiv__: "rdiv",
     torch.Tensor.__rpow__: "rpow",

@@ -50,7 +50,7 @@ CASES = [
     op("addbmm", lambda x, y, z: torch.addbmm(x, y, z, beta=2, alpha=3), "bb abc acb", "m n b k", 4, ALL),
     op("baddbmm", lambda x, y, z: torch.baddbmm(x, y, z, beta=2, alpha=3), "a1b abc acb", "b n m k", 4),
     op("bilinear", F.bilinear, "ab ac bbc b", R1 + " o", 6),
-    op("tensordot", lambda x, y: torch.tensordot(x, y), "abc bca", "l0 r2 k0 k1", 4),
+    op("tensordot", torch.tensordot, "abc bca", "l0 r2 k0 k1", 4),
     op("tensordot over dims", lambda x, y: torch.tensordot(x, y, ([2, 0], [-1, 1])), "abc bac", "l1 r0 k0 k1", 4),
     op("tensordot over none", lambda x, y: torch.tensordot(x, y, dims=0), "ab c", "l0 l1 r0", 4),
     op("tensordot broadcast", lambda x, y: torch.tensordot(x, y, ([1], [0])), "a1 bc", "l0 r1 k0", 4),

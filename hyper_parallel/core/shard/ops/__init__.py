@@ -2,7 +2,10 @@
 """The operators: one table for each family. Importing it fills them."""
 
 from hyper_parallel.core.shard.ops import (
+    indexing,
     joins,
+    losses,
+    lookups,
     pointwise,
     products,
     reductions,
@@ -15,7 +18,10 @@ __all__ = [
     "Operator",
     "Ruled",
     "Unruled",
+    "indexing",
     "joins",
+    "lookups",
+    "losses",
     "operator",
     "pointwise",
     "products",

@@ -145,7 +145,7 @@ def _repeat(input: Any, repeats: Any) -> Any:
     return moved(left, right, **sizes)
 
 
-def _tile(input: Any, dims: Any) -> Ruled:
+def _tile(input: Any, dims: Any) -> Any:
     counts = ints(dims)
     return _repeat(input, (1,) * (len(input.shape) - len(counts)) + counts)
 
@@ -237,7 +237,7 @@ def _diag(input: Any, diagonal: int) -> Any:
         return moved(["d!"], ["r!", "c!"], r=input.shape[0] + abs(diagonal), c=input.shape[0] + abs(diagonal))
     if len(input.shape) != 2:
         return None
-    return moved(["r!", "c!"], ["d!"], d=diagonal_size(*input.shape, diagonal))
+    return moved(["r!", "c!"], ["d!"], d=diagonal_size(input.shape[0], input.shape[1], diagonal))
 
 
 def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002, A006 - operands have the names that torch gives them
+# ruff: noqa: A002 - operands have the names that torch gives them
 """Tables read by indices: a shard of the table reads what it has, gives zeros for the rest, and the shards add up.
 
 embedding   "..., v@ d -> ... d"        index_select   "... {dim=v}@, j -> ... {dim=j}"
@@ -46,7 +46,14 @@ def read_own(
 
 
 def _row_of_zeros(table: Any, dim: int) -> Any:
-    return table.sum(dim, keepdim=True)  # of no rows
+    return table.sum(dim, keepdim=True).to(table.dtype)  # of no rows
+
+
+def read_by(text: str, table: Any) -> Rule:
+    """The rule for a table; booleans do not add up, so that theirs is whole."""
+    if table.dtype == platform.str_to_dtype("bool"):
+        return Rule(text.replace("@", "!"), broadcast="none")
+    return lookup(text)
 
 
 # --- embedding
@@ -77,14 +84,24 @@ operator(
     local=_embed_shard,
 )
 
+
+def _weight_first(weight: Any, indices: Any, padding_idx: int, **more: Any) -> Any:
+    return platform.operator("embedding")(indices, weight, padding_idx if padding_idx >= 0 else None, **more)
+
+
+operator(
+    "embedding_of_weight",
+    "weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False",
+    handler=_weight_first,
+)
+
 # --- index_select, gather, take_along_dim
 
 
-def _index_select(input: Any, dim: int, index: Any) -> Any:
+def _index_select(input: Any, index: Any, **_: Any) -> Any:
     if not input.shape or not index.shape:
         return None
-    (at,) = positions(dim, len(input.shape))
-    return Ruled(lookup("... {dim=v}@, j -> ... {dim=j}"), {"dim": at})
+    return Ruled(read_by("... {dim=v}@, j -> ... {dim=j}", input), operands=[input, index])
 
 
 def _select_shard(here: Here, input: Any, dim: int, index: Any) -> Any:
@@ -97,30 +114,43 @@ def _gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
     if not input.shape or len(index.shape) != len(input.shape):
         return None
     (at,) = positions(dim, len(input.shape))
-    table, rows = [], []
-    for i, (have, asked) in enumerate(zip(input.shape, index.shape, strict=True)):
-        alike = i != at and have == asked
-        table.append("v@" if i == at else f"d{i}" if alike else f"t{i}!")
-        rows.append("j" if i == at else f"d{i}" if alike else f"i{i}!")
-    return lookup(f"{' '.join(table)}, {' '.join(rows)} -> {' '.join(rows)}")
+    alike = [i != at and have == asked for i, (have, asked) in enumerate(zip(input.shape, index.shape, strict=True))]
+    table = " ".join("v@" if i == at else f"d{i}" if same else f"t{i}!" for i, same in enumerate(alike))
+    rows = " ".join("j" if i == at else f"d{i}" if same else f"i{i}!" for i, same in enumerate(alike))
+    return Ruled(read_by(f"{table}, {rows} -> {rows}", input), operands=[input, index])
 
 
-def _gather_rule(input: Any, dim: int, index: Any, **more: Any) -> Any:
-    rule = _gather(input, dim, index, **more)
-    return None if rule is None else Ruled(rule, operands=[input, index])
-
-
-def _gather_shard(here: Here, input: Any, dim: int, index: Any, sparse_grad: bool) -> Any:
+def _gather_shard(here: Here, input: Any, dim: int, index: Any, **_: Any) -> Any:
     return read_own(here, "v", input, dim, index, lambda table, rows: here.function(table, dim, rows))
 
 
+def _take_along_dim(input: Any, indices: Any, dim: int | None) -> Any:
+    """gather, with dims of size one stretched."""
+    if dim is None:
+        return input.reshape(-1).gather(0, indices.reshape(-1))
+    (at,) = positions(dim, len(input.shape))
+    pairs = list(zip(input.shape, indices.shape, strict=True))
+    common = [asked if have == 1 else have for have, asked in pairs]
+    table, rows = ([pair[k] if i == at else common[i] for i, pair in enumerate(pairs)] for k in (0, 1))
+    return input.expand(table).gather(at, indices.expand(rows))
+
+
+def _take(input: Any, index: Any) -> Any:
+    """The elements of the flat tensor; an index below zero counts from the end."""
+    flat = input.reshape(-1)
+    rows = platform.operator("where")(index < 0, index + flat.shape[0], index).reshape(-1)
+    return flat.index_select(0, rows).reshape(tuple(index.shape))
+
+
 operator("index_select", "input, dim, index", _index_select, local=_select_shard)
-operator("gather", "input, dim, index, *, sparse_grad=False", _gather_rule, local=_gather_shard)
+operator("gather", "input, dim, index, *, sparse_grad=False", _gather, local=_gather_shard)
+operator("take_along_dim", "input, indices, dim=None", handler=_take_along_dim)
+operator("take", "input, index", handler=_take)
 
 # --- classes and borders
 
 
-def _one_hot(input: Any, num_classes: int) -> Any:
+def _one_hot(num_classes: int, **_: Any) -> Any:
     if num_classes == -1:
         return None  # the largest class decides
     return Ruled(Rule("... -> ... c!"), {"c": num_classes})

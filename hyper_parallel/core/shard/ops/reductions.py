@@ -52,10 +52,10 @@ def _every(dim: Any) -> Any:
 # --- sums and what is put together as they are
 
 
-def _rounds(input: Any, dtype: Any) -> bool:
-    """Whether a cast to this dtype drops what is behind the point, so that it cannot be taken of parts of a sum."""
-    exact = dtype is not None and any(kind in str(dtype).lower() for kind in ("int", "bool"))
-    return exact and bool(platform.is_floating_point(input.to_local()))
+def _adds_up(input: Any, dtype: Any) -> bool:
+    """Whether the parts of a pending sum may be cast to this dtype: not where that drops what is behind the point."""
+    kinds = ("int", "bool")
+    return bool(platform.is_floating_point(input.to_local())) and not any(kind in str(dtype).lower() for kind in kinds)
 
 
 def _sum_like(kind: str) -> Callable[..., Ruled]:
@@ -63,7 +63,7 @@ def _sum_like(kind: str) -> Callable[..., Ruled]:
         if "bool" in str(dtype).lower():
             return whole(keepdim, _every(dim))
         made = reduction(kind, reducing(keepdim))
-        return Ruled(replace(made, linear=()) if _rounds(input, dtype) else made, {"dim": _every(dim)})
+        return Ruled(made if _adds_up(input, dtype) else replace(made, linear=()), {"dim": _every(dim)})
 
     return rule
 
@@ -180,13 +180,30 @@ def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:
     return Ruled(Rule(text), {"dim": dims}, [input, q])
 
 
+def _quantile_of_shard(here: Here, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str) -> Any:
+    if 0 in here.shape():
+        return _nothing(here, input, q)
+    return here.function(input, q, dim, keepdim, interpolation=interpolation)
+
+
+def _nothing(here: Here, *operands: Any, result: int = 0) -> Any:
+    """An empty piece of a result, for operators that do not take empty tensors.
+
+    All operands are in its graph: the sums that other ranks await in backward need this rank as well.
+    """
+    tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
+    zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
+    return sum((x.sum() for x in tensors), start=zeros)
+
+
 for name in ("max", "min"):
     operator(name, f"{REDUCE}, other=None", _extreme(name))
     operator(f"arg{name}", REDUCE, _place(name))
 operator("median nanmedian", REDUCE, _with_places)
 operator("mode", "input, dim=-1, keepdim=False", _with_places)
 operator("kthvalue", "input, k, dim=-1, keepdim=False", _with_places)
-operator("quantile nanquantile", "input, q, dim=None, keepdim=False, *, interpolation='linear'", _quantile)
+QUANTILE = "input, q, dim=None, keepdim=False, *, interpolation='linear'"
+operator("quantile nanquantile", QUANTILE, _quantile, local=_quantile_of_shard)
 
 # --- deviations from the mean
 
@@ -219,6 +236,14 @@ def _deviation(name: str) -> Callable[..., Any]:
     return rule
 
 
+def _deviation_of_shard(here: Here, input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:
+    dim, correction = _corrected(dim, unbiased, correction)
+    if 0 not in here.shape():
+        return here.function(input, dim, correction=correction, keepdim=keepdim)
+    found = tuple(_nothing(here, input, result=i) for i in range(len(here.plan.results)))
+    return found if len(found) > 1 else found[0]
+
+
 def _corrected(dim: Any, unbiased: Any, correction: Any) -> tuple[Any, float]:
     """The dims and what is taken off the count, from the two ways of saying it."""
     if isinstance(dim, bool):  # var(False): the only positional argument says whether
@@ -229,7 +254,8 @@ def _corrected(dim: Any, unbiased: Any, correction: Any) -> tuple[Any, float]:
 
 
 for name in ("var", "std", "var_mean", "std_mean"):
-    operator(name, "input, dim=None, unbiased=None, keepdim=False, *, correction=None", _deviation(name))
+    parameters = "input, dim=None, unbiased=None, keepdim=False, *, correction=None"
+    operator(name, parameters, _deviation(name), local=_deviation_of_shard)
 
 # --- norms
 
@@ -282,7 +308,7 @@ ALONG = "... {dim}! -> ... {dim}!"
 
 
 def _cumsum(input: Any, dtype: Any, **_: Any) -> Rule:
-    return Rule(ALONG, linear=() if _rounds(input, dtype) else ((0,),))
+    return Rule(ALONG, linear=((0,),) if _adds_up(input, dtype) else ())
 
 
 operator("cumsum", "input, dim, *, dtype=None", _cumsum)

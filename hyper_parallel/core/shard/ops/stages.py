@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002 - operands have the names that torch gives them
+# ruff: noqa: A001, A002 - operands have the names that torch gives them
 """Reductions in two stages: every rank reduces its shard, and what the ranks found is gathered and reduced again.
 
-A norm of norms, a maximum of maxima: what is communicated is as small as the result, nothing is lost on the way as a nan
-is in a maximum between ranks, and the gradient is that of the framework's own operators.
+A norm of norms, a maximum of maxima: what is communicated is as small as the result, nothing is lost on the way, as a
+nan is in a maximum between ranks, and the gradient is that of the framework's own operators.
 """
 
 from __future__ import annotations

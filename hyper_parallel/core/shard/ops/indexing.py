@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: A002 - operands have the names that torch gives them
+"""x[...], x[...] = value, and the operators that write by index.
+
+x[:, 2, 1:5, None] of four dims      "d0 d1! d2! d3 -> d0 o2! n3! d3"      a dim that is taken whole may be cut
+
+An assignment leaves the target where it lies: every rank writes what is its own. Tensors among the indices read a
+table; one along a dim that is cut is a lookup, several need their dims whole.
+"""
+
+from __future__ import annotations
+
+import operator as python
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.shard import execution
+from hyper_parallel.core.shard.arguments import one_mesh
+from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.pointwise import is_inexact, is_zero
+from hyper_parallel.core.shard.ops.views import moved, positions
+from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import REDUCE_OPS
+
+platform = get_platform()
+
+ALL = slice(None)
+
+# --- what an index says
+
+
+def spread(index: Any, ndim: int) -> list[Any]:
+    """One item for every dim, and those that make new dims: an ellipsis is written out, what is missing is all."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    used = sum(_dims_of(item) for item in items)
+    if used > ndim:
+        raise IndexError(f"too many indices: {used} for a tensor with {ndim} dims")
+    if len(dots) > 1:
+        raise IndexError("an index can have one ellipsis ('...')")
+    at = dots[0] if dots else len(items)
+    return items[:at] + [ALL] * (ndim - used) + items[at + len(dots) :]
+
+
+def _dims_of(item: Any) -> int:
+    """How many dims an item is for."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return len(item.shape) if _is_mask(item) else 1
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, DTensor) and item.dtype in (platform.str_to_dtype("bool"), platform.str_to_dtype("uint8"))
+
+
+def _is_basic(item: Any) -> bool:
+    """Whether an item only moves elements, and says so by itself."""
+    if isinstance(item, slice):
+        return not any(isinstance(part, DTensor) for part in (item.start, item.stop, item.step))
+    return item is None or (hasattr(item, "__index__") and not isinstance(item, (bool, DTensor, platform.Tensor)))
+
+
+def _is_known(item: Any) -> bool:
+    """Whether an item is one that the rules here can take, of which the shape does not depend on the data."""
+    if isinstance(item, list):
+        return all(isinstance(one, int) and not isinstance(one, bool) for one in item)
+    return _is_basic(item) or isinstance(item, slice) or (isinstance(item, DTensor) and not _is_mask(item))
+
+
+def _settled(item: Any, input: Any) -> Any:
+    """Tensors without dims as ints, lists as tensors."""
+    if isinstance(item, slice):
+        return slice(*(int(part) if isinstance(part, DTensor) else part for part in (item.start, item.stop, item.step)))
+    if isinstance(item, DTensor) and not item.shape:
+        return int(item)
+    if isinstance(item, list):
+        return replicated(platform.tensor(item, dtype=platform.str_to_dtype("int64"), device=input.device), input)
+    return item
+
+
+def replicated(local: Any, like: Any) -> DTensor:
+    """A plain tensor that every rank has, on the mesh of another."""
+    mesh = like.device_mesh
+    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
+    return DTensor(local, layout, tuple(local.shape))
+
+
+# --- reading
+
+
+def _getitem(input: Any, index: Any) -> Any:
+    items = spread(index, len(input.shape))
+    if all(map(_is_basic, items)):
+        return _basic_rule(tuple(input.shape), items)
+    return _read if all(map(_is_known, items)) else None
+
+
+def _basic_rule(shape: Sequence[int], items: Sequence[Any]) -> Ruled:
+    left: list[str] = []
+    right: list[str] = []
+    sizes: dict[str, int] = {}
+    for number, item in enumerate(items):
+        dim = len(left)
+        if item is None:
+            right.append(f"n{number}!")
+            sizes[f"n{number}"] = 1
+        elif not isinstance(item, slice):
+            left.append(f"d{dim}!")
+        elif _is_all(item, shape[dim]):
+            left.append(f"d{dim}")
+            right.append(f"d{dim}")
+        else:
+            left.append(f"d{dim}!")
+            right.append(f"o{dim}!")
+            sizes[f"o{dim}"] = len(range(*item.indices(shape[dim])))
+    return moved(left, right, **sizes)
+
+
+def _is_all(item: Any, size: int) -> bool:
+    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
+
+
+def _read(input: Any, index: Any) -> Any:
+    """What is basic first, as torch does it, then the tensors."""
+    items = [_settled(item, input) for item in spread(index, len(input.shape))]
+    taken = input[tuple(ALL if isinstance(item, DTensor) else item for item in items)]
+    left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]  # an int takes its dim away
+    at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
+    if not at:
+        return taken
+    if len(at) == 1:
+        ((dim, rows),) = at.items()
+        if taken._layout.dim_axes[dim]:
+            return _looked_up(taken, dim, rows)
+    return DTensor.dispatch(index_at, (taken, tuple(at), list(at.values())), {})
+
+
+def _looked_up(input: Any, dim: int, index: Any) -> Any:
+    """One tensor along a dim that is cut: nobody needs more than its own rows."""
+    size = input.shape[dim]
+    rows = platform.operator("where")(index < 0, index + size, index)
+    if len(index.shape) == 1:
+        return input.index_select(dim, rows)
+    return input.index_select(dim, rows.reshape(-1)).unflatten(dim, tuple(index.shape))
+
+
+def index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
+    """The elements at these indices along these dims."""
+    at = dict(zip(dims, indices, strict=True))
+    return input[tuple(at.get(i, ALL) for i in range(len(input.shape)))]
+
+
+def _index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Ruled:
+    left = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
+    right = _with_indices(left, dims, ["..."])
+    text = f"{' '.join(left)}, {', '.join(['...'] * len(indices))} -> {' '.join(right)}"
+    return Ruled(Rule(text, linear=((0,),), carries=REDUCE_OPS), operands=[input, *indices])
+
+
+def _with_indices(dims: Sequence[str], at: Sequence[int], put: Sequence[str]) -> list[str]:
+    """The dims of what is read: those of the indices are where the first was if they follow each other, else first."""
+    kept = [name for i, name in enumerate(dims) if i not in at]
+    follow = list(at) == list(range(at[0], at[0] + len(at)))
+    start = at[0] if follow else 0
+    return [*kept[:start], *put, *kept[start:]]
+
+
+operator("getitem", "input, index", _getitem, view=True)
+operator("index_at", "input, dims, indices", _index_at)
+
+# --- writing
+
+
+class _Range(NamedTuple):
+    """Some indices of a dim: ``length`` from ``start`` by ``step``."""
+
+    start: int
+    length: int
+    step: int
+
+    def within(self, offset: int, size: int) -> tuple[slice, slice]:
+        """Which elements of a piece are among them, and which of them those are."""
+        first = max(0, -(-(offset - self.start) // self.step))
+        past = max(first, min(self.length, -(-(offset + size - self.start) // self.step)))
+        if past == first:
+            return slice(0, 0), slice(0, 0)
+        begin = self.start + first * self.step - offset
+        return slice(begin, begin + (past - first - 1) * self.step + 1, self.step), slice(first, past)
+
+
+def _setitem(input: Any, index: Any, value: Any) -> None:
+    execution.refuse_copy("setitem", input)
+    value = _as_value(value, input)
+    items = spread(index, len(input.shape))
+    if not all(map(_is_known, items)):
+        _assign_by_masks(input, items, value)
+        return
+    items = [_settled(item, input) for item in items]
+    assign = _assign_by_tensors if any(isinstance(item, DTensor) for item in items) else _assign
+    assign(input, items, value)
+
+
+def _as_value(value: Any, input: Any) -> Any:
+    """A number or a distributed tensor."""
+    if isinstance(value, DTensor):
+        one_mesh("setitem", [input, value])
+    elif not isinstance(value, (bool, int, float, complex)):
+        raise TypeError(f"can't assign a {type(value).__name__} to a distributed tensor")
+    return value
+
+
+def _filled(value: Any, input: Any) -> Any:
+    """A number as a tensor."""
+    if isinstance(value, DTensor):
+        return value
+    return replicated(platform.full((), value, dtype=input.dtype, device=input.device), input)
+
+
+def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
+    """Every rank writes what is its own; nothing of the target is communicated."""
+    shape = tuple(input.shape)
+    ranges = _ranges(shape, [item for item in items if item is not None])
+    spans = input._layout.shard_of(shape)
+    pieces = [chosen.within(*span) for chosen, span in zip(ranges, spans, strict=True)]
+    own = tuple(piece for piece, _ in pieces)
+    if not isinstance(value, DTensor) and not input._layout.is_partial():
+        input._local[own] = value
+        return
+    value = _stretched(_filled(value, input), _region(items, ranges), input)
+    value = value.reshape([chosen.length for chosen in ranges])
+    layout, summed = _layout_of_value(input, ranges)
+    given = local_for(value, layout, summed)
+    parts = [ALL if cut else part for cut, (_, part) in zip(layout.dim_axes, pieces, strict=True)]
+    # A rank that has nothing of it writes nothing, but stays in the graph for the sum of the gradient.
+    input._local[own] = given[tuple(parts)]
+
+
+def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[_Range]:
+    found = []
+    for size, item in zip(shape, items, strict=True):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step <= 0:
+                raise ValueError("step must be greater than zero")
+            found.append(_Range(start, len(range(start, stop, step)), step))
+            continue
+        at = python.index(item)
+        if not -size <= at < size:
+            raise IndexError(f"index {at} is out of bounds for a dim of size {size}")
+        found.append(_Range(at % size, 1, 1))
+    return found
+
+
+def _region(items: Sequence[Any], ranges: Sequence[_Range]) -> list[int]:
+    """The shape of what is written to, as reading it would give."""
+    following = iter(ranges)
+    sizes = [(item, 1 if item is None else next(following).length) for item in items]
+    return [size for item, size in sizes if item is None or isinstance(item, slice)]
+
+
+def _stretched(value: Any, region: Sequence[int], input: Any) -> Any:
+    """The value in the shape of what it is written to, and without a sum that its cast would not let pass."""
+    while len(value.shape) > len(region) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    if not is_inexact(value.dtype) or not is_inexact(input.dtype):
+        value = value.reduce_partial()
+    return value if tuple(value.shape) == tuple(region) else value.expand(list(region))
+
+
+def _layout_of_value(input: Any, ranges: Sequence[_Range]) -> tuple[Layout, tuple[int, ...]]:
+    """How the value lies: as the target along dims that are written whole; along others every rank takes its part."""
+    whole = [chosen == _Range(0, size, 1) for chosen, size in zip(ranges, input.shape, strict=True)]
+    placements: list[Placement] = []
+    summed = []
+    for axis, placement in enumerate(input._layout.placements):
+        kept = not isinstance(placement, Shard) or whole[placement.dim]
+        placements.append(placement if kept else Replicate())
+        if not kept:
+            summed.append(axis)
+    return input._layout.with_placements(placements), tuple(summed)
+
+
+def _assign_by_tensors(input: Any, items: Sequence[Any], value: Any) -> None:
+    """What is basic is read, changed and written; without any, and with the indexed dims whole, it is done in place."""
+    value = _filled(value, input).to(input.dtype)
+    basic = tuple(ALL if isinstance(item, DTensor) else item for item in items)
+    left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]
+    at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
+    if any(item != ALL for item in basic):
+        region = DTensor.dispatch(put_at, (input[basic], tuple(at), list(at.values()), value), {})
+        _setitem(input, basic, region)
+    elif input._layout.is_partial() or any(input._layout.dim_axes[dim] for dim in at):
+        input.copy_(DTensor.dispatch(put_at, (input, tuple(at), list(at.values()), value), {}))
+    else:
+        DTensor.dispatch(put_at_, (input, tuple(at), list(at.values()), value), {})
+
+
+def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Any:
+    """Writes values at these indices along these dims."""
+    at = dict(zip(dims, indices, strict=True))
+    input[tuple(at.get(i, ALL) for i in range(len(input.shape)))] = values
+    return input
+
+
+def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Any:
+    """The tensor with values at these indices along these dims."""
+    return put_at_(input.clone(), dims, indices, values)
+
+
+def _assign_by_masks(input: Any, items: Sequence[Any], value: Any) -> None:
+    masks = [(i, item) for i, item in enumerate(items) if isinstance(item, DTensor)]
+    others = [item for item in items if not isinstance(item, DTensor)]
+    single = not isinstance(value, DTensor) or not value.shape
+    if single and len(masks) == 1 and others == [ALL] * len(others) and _is_mask(masks[0][1]):
+        ((before, mask),) = masks
+        after = len(others) - before
+        input.masked_fill_(mask.bool().reshape((1,) * before + tuple(mask.shape) + (1,) * after), value)
+    else:
+        input.copy_(DTensor.dispatch(assigned, (input, tuple(items), value), {}))
+
+
+def assigned(input: Any, index: Any, value: Any) -> Any:
+    """The tensor with a value at an index."""
+    result = input.clone()
+    result[index] = value
+    return result
+
+
+operator("setitem", "input, index, value", handler=_setitem)
+
+
+def _put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Ruled:
+    """Indexed dims are whole, and so is all that the indices have; the others are cut alike in the values."""
+    names = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
+    of_indices = [" ".join(f"k{n}x{i}!" for i in range(len(item.shape))) for n, item in enumerate(indices)]
+    region = _with_indices(names, dims, [""] * max(len(item.shape) for item in indices))
+    of_values: list[str] = []
+    for i, size in enumerate(reversed(values.shape)):
+        name = region[-1 - i] if i < len(region) else ""
+        of_values.insert(0, name if name and size == input.shape[int(name[1:])] else f"w{i}!")
+    text = f"{', '.join([' '.join(names), *of_indices, ' '.join(of_values)])} -> {' '.join(names)}"
+    rule = Rule(text, linear=((0, 1 + len(indices)),), broadcast="none")
+    return Ruled(rule, operands=[input, *indices, values])
+
+
+def _index_put(input: Any, indices: Sequence[Any], values: Any, **_: Any) -> Any:
+    if not indices or any(map(_is_mask, indices)):
+        return None
+    return _put_at(input, range(len(indices)), indices, values)
+
+
+operator("put_at", "input, dims, indices, values", _put_at)
+operator("index_put", "input, indices, values, accumulate=False", _index_put)
+
+# --- by position along a dim
+
+
+def _index_fill(input: Any, index: Any, value: Any, **_: Any) -> Any:
+    if not input.shape or not index.shape:
+        return None
+    linear = ((0,),) if is_zero(value) else ((0, 2),)
+    return Ruled(Rule("... {dim}!, j!, -> ... {dim}!", linear=linear, broadcast="none"), operands=[input, index, value])
+
+
+def _index_add(input: Any, index: Any, source: Any, **_: Any) -> Any:
+    if not input.shape or not index.shape:
+        return None
+    text = "+... {dim=v}!, j, ... {dim=j} -> ... {dim=v}!"
+    return Ruled(Rule(text, linear=((2,),), broadcast="none"), operands=[input, index, source])
+
+
+def _index_copy(input: Any, index: Any, source: Any, **_: Any) -> Any:
+    if not input.shape or not index.shape:
+        return None
+    text = "... {dim=v}!, j!, ... {dim=j}! -> ... {dim=v}!"
+    return Ruled(Rule(text, linear=((0, 2),), broadcast="none"), operands=[input, index, source])
+
+
+def _scatter(input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None, **_: Any) -> Any:
+    """Dims in which all have the same size may be cut; the one that is written along is whole."""
+    src = value if src is None else src
+    if not input.shape or len(index.shape) != len(input.shape):
+        return None
+    (at,) = positions(dim, len(input.shape))
+    tensors = [input, index, *([src] if isinstance(src, DTensor) else [])]
+    alike = [i != at and len({t.shape[i] for t in tensors}) == 1 for i in range(len(input.shape))]
+    texts = [
+        " ".join(f"d{i}" if same else f"{'abc'[n]}{i}!" for i, same in enumerate(alike)) for n in range(len(tensors))
+    ]
+    linear = ((0, 2),) if len(tensors) == 3 and reduce is None else ()
+    return Ruled(Rule(f"{', '.join(texts)} -> {texts[0]}", linear=linear, broadcast="none"), operands=tensors)
+
+
+operator("index_fill", "input, dim, index, value", _index_fill)
+operator("index_add", "input, dim, index, source, *, alpha=1", _index_add)
+operator("index_copy", "input, dim, index, source", _index_copy)
+operator("scatter", "input, dim, index, src=None, *, value=None, reduce=None", _scatter)
+operator("scatter_add", "input, dim, index, src", _scatter)
+operator("scatter_reduce", "input, dim, index, src, reduce, *, include_self=True", _scatter)
+operator("select_scatter", "input, src, dim, index", move("... {dim}!, ... -> ... {dim}!"))
+operator(
+    "slice_scatter",
+    "input, src, dim=0, start=None, end=None, step=1",
+    move("... {dim}!, ... {dim=part}! -> ... {dim}!"),
+)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: A001, A002 - operands have the names that torch gives them
+"""Softmax and losses. A mean over a batch that is cut is exact, however much the pieces differ in size.
+
+mse_loss        "..., ... ->"            a local mean for its share of the global count
+cross_entropy   "n c! d, n d -> n d"     its mean is the sum over the weight of all targets that count
+nll_loss        "n c d, n d -> n d"      classes may be cut: each rank has the targets among its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.shard.here import Here
+from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.stages import elementwise, extreme_in_stages, is_cut, reduced_dims, wide
+from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+call = platform.operator
+
+# --- softmax
+
+
+def _whole_or(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(input: Any, dim: Any, **_: Any) -> Any:
+        if dim is None:
+            return None  # torch chooses one, and warns
+        return handler if is_cut(input, reduced_dims(input, dim)) else Rule("... {dim}! -> ... {dim}!")
+
+    return rule
+
+
+def _exponentials(input: Any, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
+    """What is below the maximum of all ranks, its exponentials, and their sum over all ranks."""
+    input = (input if dtype is None else input.to(dtype)).reduce_partial()
+    with platform.no_grad():
+        top = extreme_in_stages("amax", input, dim, keepdim=True)
+    below = input - top
+    scaled = call("exp")(below)
+    return below, scaled, call("sum")(scaled, dim, True).reduce_partial()
+
+
+def _softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
+    _, scaled, total = _exponentials(input, dim, dtype)
+    return scaled / total
+
+
+def _log_softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
+    below, _, total = _exponentials(input, dim, dtype)
+    return below - elementwise(lambda x: x.log(), total)
+
+
+def _softmin(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
+    return _softmax(-input, dim, dtype)
+
+
+for _name, _handler in (("softmax", _softmax), ("log_softmax", _log_softmax), ("softmin", _softmin)):
+    operator(_name, "input, dim=None, dtype=None, _stacklevel=3", _whole_or(_handler))
+
+# --- losses of elements, of vectors and of their pairs
+
+LOSSES = {  # the operands and their dims, of which "..." is left in the result, and the other parameters
+    "mse_loss l1_loss": ("input ..., target ..., weight ...", ""),
+    "smooth_l1_loss": ("input ..., target ...", "beta=1.0"),
+    "huber_loss": ("input ..., target ..., weight ...", "delta=1.0"),
+    "binary_cross_entropy": ("input ..., target ..., weight ...", ""),
+    "binary_cross_entropy_with_logits": ("input ..., target ..., weight ..., pos_weight ...", ""),
+    "kl_div": ("input ..., target ...", "log_target=False"),
+    "poisson_nll_loss": ("input ..., target ...", "log_input=True, full=False, eps=1e-08"),
+    "gaussian_nll_loss": ("input ..., target ..., var ...", "full=False, eps=1e-06"),
+    "soft_margin_loss": ("input ..., target ...", ""),
+    "hinge_embedding_loss": ("input ..., target ...", "margin=1.0"),
+    "margin_ranking_loss": ("input1 ..., input2 ..., target ...", "margin=0"),
+    "cosine_embedding_loss": ("input1 ... d!, input2 ... d!, target ...", "margin=0"),
+    "triplet_margin_loss": (
+        "anchor ... d!, positive ... d!, negative ... d!",
+        "margin=1.0, p=2, eps=1e-06, swap=False",
+    ),
+    "multi_margin_loss": ("input ... c!, target ..., weight c!", "p=1, margin=1.0"),
+    "multilabel_margin_loss": ("input ... c!, target ... c!", ""),
+    "multilabel_soft_margin_loss": ("input ... c!, target ... c!, weight ... c!", ""),
+}
+REDUCTIONS = ("none", "sum", "mean")
+REDUCTION = "size_average=None, reduce=None, reduction='mean'"
+
+
+def _asked(reduction: Any = "mean", size_average: Any = None, reduce: Any = None, **_: Any) -> Any:
+    """The reduction, which older code says by two booleans."""
+    if size_average is None and reduce is None:
+        return reduction
+    return "none" if reduce is False else "sum" if size_average is False else "mean"
+
+
+def _loss(operands: list[str], patterns: list[str]) -> Callable[..., Any]:
+    def rule(**arguments: Any) -> Any:
+        reduction = _asked(**arguments)
+        if reduction not in REDUCTIONS:
+            return _by_batch if reduction == "batchmean" else None
+        dims, result = patterns, "..."
+        if _is_short(**arguments):  # one variance for all of the last dim
+            dims, result = ["... d", "... d", "..."], "... d"
+        text = f"{', '.join(dims)} -> {result if reduction == 'none' else ''}"
+        return Ruled(Rule(text), operands=[arguments.get(name) for name in operands])
+
+    return rule
+
+
+def _is_short(input: Any = None, var: Any = None, **_: Any) -> bool:
+    return isinstance(var, DTensor) and len(var.shape) == len(input.shape) - 1
+
+
+def _by_batch(input: Any, target: Any, log_target: bool, **_: Any) -> Any:
+    total = call("kl_div")(input, target, reduction="sum", log_target=log_target)
+    return total / input.shape[0] if input.shape else total
+
+
+def _by_weight(name: str, unweighted: Callable[..., Any]) -> Callable[..., Any]:
+    """The mean of a loss that is divided by its weights."""
+
+    def handler(input: Any, target: Any, weight: Any, **_: Any) -> Any:
+        total = call(name)(input, target, reduction="sum", weight=weight)
+        return total / call("sum")(weight).reduce_partial()
+
+    def rule(**arguments: Any) -> Any:
+        by_weight = arguments["weight"] is not None and _asked(**arguments) == "mean"
+        return handler if by_weight else unweighted(**arguments)
+
+    return rule
+
+
+def _loss_of_shard(here: Here, **arguments: Any) -> Any:
+    """The loss of a shard; of a mean its share, and nothing of an empty one."""
+    reduction = _asked(**arguments)
+    given = {name: value for name, value in arguments.items() if name not in ("size_average", "reduce", "reduction")}
+    if here.share == 0:  # not every kernel adds up nothing to zero
+        return here.function(**given, reduction="none").sum()
+    found = here.function(**given, reduction=reduction)
+    return found * here.share if reduction == "mean" and here.share != 1 else found
+
+
+for _names, (_operands, _others) in LOSSES.items():
+    _pairs = [text.strip().partition(" ") for text in _operands.split(",")]
+    _rule = _loss([name for name, _, _ in _pairs], [pattern for _, _, pattern in _pairs])
+    _first = ", ".join(name + "=None" * name.endswith("weight") for name, _, _ in _pairs)
+    for _name in _names.split():
+        _own = _by_weight(_name, _rule) if _name in ("mse_loss", "l1_loss") else _rule
+        operator(_name, f"{_first}, *, {_others + ', ' * bool(_others)}{REDUCTION}", _own, local=_loss_of_shard)
+
+# --- losses of classes
+
+
+def _class_dim(input: Any) -> int:
+    return min(len(input.shape) - 1, 1)
+
+
+def _class_texts(input: Any, target: Any) -> tuple[list[str], str]:
+    """The dims of the scores, the targets and the weights, and of the losses; a target may be one number a class."""
+    names = [f"d{i}" for i in range(len(input.shape))]
+    names[_class_dim(input)] = "c"
+    losses = " ".join(name for name in names if name != "c")
+    return [" ".join(names), " ".join(names) if _are_shares(input, target) else losses, "c"], losses
+
+
+def _are_shares(input: Any, target: Any) -> bool:
+    """Whether the target gives each class its share, and not the number of one."""
+    return bool(tuple(input.shape) == tuple(target.shape))
+
+
+def _of_classes(cut_classes: Callable[..., Any] | None, mean: Callable[..., Any], linear: bool) -> Callable[..., Any]:
+    def rule(input: Any, target: Any, weight: Any, **more: Any) -> Any:
+        reduction = _asked(**more)
+        if reduction not in REDUCTIONS:
+            return None
+        if cut_classes is not None and is_cut(input, (_class_dim(input),)):
+            return cut_classes
+        dims, losses = _class_texts(input, target)
+        whole = set() if cut_classes is None else {"c"}
+        if reduction == "mean" and not _are_shares(input, target):
+            if is_cut(input, reduced_dims(input, None)):
+                return mean
+            whole = {*losses.split(), "c"}
+        marked = [" ".join(n + "!" * (n in whole) for n in dim.split()) for dim in dims]
+        text = f"{', '.join(marked)} -> {losses if reduction == 'none' else ''}"
+        return Ruled(Rule(text, linear=((0,),) if linear else (), broadcast="none"), operands=[input, target, weight])
+
+    return rule
+
+
+def _mean_of(losses: Any, target: Any, weight: Any, ignore_index: int) -> Any:
+    """The mean over the targets that count, each with the weight of its class."""
+    with platform.no_grad():
+        count = DTensor.dispatch(weight_of_targets, (target, weight, ignore_index), {}).reduce_partial()
+    return (call("sum")(losses, dtype=wide(losses.dtype)) / count).to(losses.dtype)
+
+
+def weight_of_targets(target: Any, weight: Any, ignore_index: int) -> Any:
+    """The weights of the classes of all targets that count, added up; one for each where there are none."""
+    kept = target != ignore_index
+    return kept.sum() if weight is None else (weight[(target * kept).to(LONG)] * kept).sum()
+
+
+def _nll_of_shard(here: Here, input: Any, target: Any, weight: Any, ignore_index: int, **more: Any) -> Any:
+    """Where classes are cut, the losses of the targets that are among this rank's."""
+    if not here.is_cut("c"):
+        return _loss_of_shard(here, input=input, target=target, weight=weight, ignore_index=ignore_index, **more)
+    at, start, size = _class_dim(input), here.offset("c"), here.size("c")
+    target = target.to(LONG)
+    kept = target != ignore_index
+    mine = kept & (target >= start) & (target < start + size)
+    losses = input.sum(at)  # of no classes: zero, and in the graph as on the other ranks
+    if size:
+        index = (target - start) * mine
+        losses = -input.gather(at, index.unsqueeze(at)).squeeze(at)
+        losses = (losses if weight is None else losses * weight[index]).masked_fill(~mine, 0)
+    # A target that is no class at all is no rank's, which must be seen.
+    losses = losses.masked_fill(kept & ((target < 0) | (target >= here.whole("c"))), float("nan"))
+    return losses if _asked(**more) == "none" else losses.sum()
+
+
+def _nll_mean(input: Any, target: Any, weight: Any, ignore_index: int, **_: Any) -> Any:
+    losses = call("nll_loss")(input, target, weight, ignore_index=ignore_index, reduction="none")
+    return _mean_of(losses, target, weight, ignore_index)
+
+
+def _cross_entropy_mean(
+    input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float, **_: Any
+) -> Any:
+    more = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = call("cross_entropy")(input, target, weight, reduction="none", **more)
+    return _mean_of(losses, target, weight, ignore_index)
+
+
+def _cross_entropy_of_cut_classes(
+    input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float, **more: Any
+) -> Any:
+    """From log_softmax, which leaves the classes cut, by what each rank has of the sum over the classes."""
+    reduction, at, classes = _asked(**more), _class_dim(input), input.shape[_class_dim(input)]
+    scores = call("log_softmax")(input, at)
+    weighted = scores
+    if weight is not None:
+        weighted = scores * weight.reshape([classes] + [1] * (len(input.shape) - at - 1))
+    if _are_shares(input, target):
+        shares = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
+        losses = -call("sum")(weighted * shares, at)
+        return losses if reduction == "none" else call(reduction)(losses)
+    losses = call("nll_loss")(scores, target, weight, ignore_index=ignore_index, reduction="none")
+    if label_smoothing:
+        smooth = call("masked_fill")(-call("sum")(weighted, at), target == ignore_index, 0)
+        losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / classes)
+    if reduction == "mean":
+        return _mean_of(losses, target, weight, ignore_index)
+    return losses if reduction == "none" else call("sum")(losses)
+
+
+LONG = platform.str_to_dtype("int64")
+CLASSES = f"input, target, weight=None, *, ignore_index=-100, {REDUCTION}"
+operator("weight_of_targets", "target, weight, ignore_index", Rule("..., c! ->"))
+operator("nll_loss", CLASSES, _of_classes(None, _nll_mean, linear=True), local=_nll_of_shard)
+operator(
+    "cross_entropy",
+    f"{CLASSES}, label_smoothing=0.0",
+    _of_classes(_cross_entropy_of_cut_classes, _cross_entropy_mean, linear=False),
+    local=_loss_of_shard,
+)
