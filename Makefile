@@ -41,6 +41,7 @@ docs: $(DOCS_STAMP)  ## generates the tables and builds the pages into site/
 
 bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/dispatch.py
 
 clean:  ## removes everything that was made
 	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

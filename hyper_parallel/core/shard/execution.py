@@ -44,7 +44,7 @@ class Planned:
         moved = bool(moves) and moves[0] is not None and moves[0][0] is not tensors[0]._layout
         self._copy_of = self._called.name if self._op.view and moved else None
         self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
-        simple = self._single and len(self._positions) == len(tensors) and not inplace and not self._op.view
+        simple = self._single and len(self._positions) == len(tensors) and not inplace
         return self.run_simply if simple and self._here is None and not any(moves) else self.run
 
     def run_simply(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
@@ -53,7 +53,12 @@ class Planned:
         for position, tensor in zip(self._positions, tensors, strict=True):
             values[position] = tensor._local
         result = self._func(*values, **kwargs)
-        return tensors[0] if result is tensors[0]._local else self._wrapped(result, 0)
+        if result is tensors[0]._local:
+            return tensors[0]
+        made = self._wrapped(result, 0)
+        if self._op.view and tensors[0]._copy_of is not None:
+            made._copy_of = tensors[0]._copy_of
+        return made
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""

@@ -30,7 +30,11 @@ def kl_div(x, y, **more):
 
 def bce(x, y, w=None, **more):
     """Of operands above zero, probabilities must be below one."""
-    return F.binary_cross_entropy(x, y, w, **more)
+    return F.binary_cross_entropy(x / 3, y / 3, w if w is None else w.detach(), **more)
+
+
+def logits(x, y, w, p):
+    return F.binary_cross_entropy_with_logits(x, y, w.detach(), pos_weight=p.detach())
 
 
 def classes(x, y, w=None, **more):
@@ -59,14 +63,7 @@ CASES = [
     op("huber_loss", lambda x, y: F.huber_loss(x, y, delta=0.5), "ab ab", R2),
     op("huber_loss weighted", lambda x, y, w: F.huber_loss(x, y, weight=w), "ab ab ab", R2),
     op("logits", F.binary_cross_entropy_with_logits, "ab ab", R2, sizes=ALL),
-    op("logits, none", lambda *x: F.binary_cross_entropy_with_logits(*x, reduction="none"), "ab ab b", R2),
-    op(
-        "logits, weights",
-        lambda x, y, w, p: F.binary_cross_entropy_with_logits(x, y, w, pos_weight=p),
-        "ab ab a1 b",
-        R2,
-        positive=(2, 3),
-    ),
+    op("logits, none", partial(F.binary_cross_entropy_with_logits, reduction="none"), "ab ab", R2),
     op("kl_div", partial(kl_div, reduction="none"), "ab ab", R2, positive=(1,)),
     op("kl_div of logarithms", lambda x, y: kl_div(x, y, reduction="sum", log_target=True), "ab ab", R2),
     op("poisson_nll_loss", lambda x, y: F.poisson_nll_loss(x, y, full=True), "ab ab", R2, positive=(0, 1)),
@@ -98,10 +95,9 @@ CASES = [
 IGNORED = {"ignore_index": 1}
 COMPOSITES = [
     op("mse_loss weighted", lambda x, y, w: F.mse_loss(x, y, weight=w), "ab ab ab", positive=(2,)),
-    op("binary_cross_entropy", lambda x, y: bce(x / 3, y / 3), "ab ab", positive=(0, 1)),
-    op(
-        "binary_cross_entropy, none", lambda x, y, w: bce(x / 3, y / 3, w, reduction="none"), "ab ab b", positive=(0, 1)
-    ),
+    op("binary_cross_entropy", bce, "ab ab", positive=(0, 1)),
+    op("binary_cross_entropy, weights", partial(bce, reduction="none"), "ab ab b", positive=(0, 1)),
+    op("logits, weights", logits, "ab ab a1 b", positive=(2, 3)),
     op("kl_div, mean", kl_div, "ab ab", positive=(1,)),
     op("kl_div, batchmean", lambda x, y: kl_div(x, y, reduction="batchmean"), "ab ab", positive=(1,)),
     op("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), "ab ab"),

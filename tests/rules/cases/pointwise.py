@@ -80,7 +80,6 @@ CASES = [
     op("bool", lambda x: x.bool(), "ab"),
     op("type", lambda x: x.type(torch.int32), "ab"),
     op("a copy", lambda x: x.to(torch.float64, copy=True), "ab", carries=5),
-    op("cpu", lambda x: x.cpu(), "ab", carries=5),
 ]
 
 
@@ -102,6 +101,7 @@ def added_into(x, y, z):
 
 COMPOSITES = [
     op("to itself", lambda x: x.to("cpu", torch.float64), "ab"),
+    op("cpu", lambda x: x.cpu().double().type(torch.float64), "ab"),
     op("to as another", lambda x, y: x.to(y), "ab c"),
     op("type_as", lambda x, y: x.type_as(y), "ab c"),
     op("down and up", lambda x: x.to(torch.complex128).real.to(torch.float64), "ab"),

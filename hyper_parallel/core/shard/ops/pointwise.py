@@ -79,6 +79,12 @@ operator("view_as_real", "input", _view_as_real, view=True)
 operator("glu", "input, dim=-1", _glu)
 operator("polygamma", "n, input", _polygamma)
 
+
+def is_zero(value: Any) -> bool:
+    """Whether it is the number zero, which is the same as nothing in a sum."""
+    return isinstance(value, (bool, int, float, complex)) and value == 0
+
+
 # --- two tensors, or a tensor and a number
 
 operator(
@@ -100,7 +106,14 @@ operator(
     "input, n",
     TWO,
 )
-operator("add sub", "input, other, *, alpha=1", pointwise(2, linear=[(0, 1)]))
+
+
+def _sum(other: Any, **_: Any) -> Rule:
+    # Zero is where Python's sum() begins: nothing is added, and a pending sum passes.
+    return SCALED if is_zero(other) else pointwise(2, linear=[(0, 1)])
+
+
+operator("add sub", "input, other, *, alpha=1", _sum)
 operator("rsub", "input, other, alpha=1", pointwise(2, linear=[(0, 1)]))
 operator("complex", "real, imag", pointwise(2, linear=[(0, 1)]))
 operator("mul", "input, other", pointwise(2, linear=[0, 1]))
@@ -140,11 +153,6 @@ operator("addcdiv", "input, tensor1, tensor2, *, value=1", pointwise(3, linear=[
 operator("lerp", "input, end, weight", pointwise(3, linear=[(0, 1)]))
 
 
-def is_zero(value: Any) -> bool:
-    """Whether it is the number zero, which is the same as nothing in a sum."""
-    return isinstance(value, (bool, int, float, complex)) and value == 0
-
-
 def _where(condition: Any, input: Any, other: Any) -> Any:
     """Linear in what is taken together. As a method it has the condition second."""
     if input is None or other is None:
@@ -173,7 +181,14 @@ def is_inexact(dtype: Any) -> bool:
     return str(dtype).rpartition(".")[2].lower().startswith(("float", "bfloat", "double", "half", "complex"))
 
 
-def _cast(input: Any, dtype: Any) -> Rule:
+def _itself(input: Any, **_: Any) -> Any:
+    return input
+
+
+def _cast(input: Any, dtype: Any) -> Any:
+    """torch gives the tensor itself where nothing changes: what is done to it in place is seen in both."""
+    if dtype == input.dtype:
+        return _itself
     return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
 
 
@@ -183,10 +198,10 @@ def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: 
     kind = type(input.dtype)
     dtype = next((value for value in to if type(value) is kind), dtype)
     device = next((value for value in to if not isinstance(value, (bool, kind)) and value is not None), device)
-    stays = dtype in (None, input.dtype) and str(device or input.device) == str(input.device)
-    if stays and not more["copy"] and more["memory_format"] is None and True not in to:
-        return lambda input, **_: input  # torch gives the tensor itself
-    return SAME if dtype in (None, input.dtype) else _cast(input, dtype)
+    if dtype not in (None, input.dtype):
+        return _cast(input, dtype)
+    stays = str(device or input.device) == str(input.device) and True not in to
+    return _itself if stays and not more["copy"] and more["memory_format"] is None else SAME
 
 
 def _to_like(input: Any, to: Any = (), other: Any = None, **more: Any) -> Any:
@@ -202,6 +217,18 @@ def _type(input: Any, dtype: Any, **_: Any) -> Any:
     return _cast(input, dtype)
 
 
+def _to_dtype(name: str) -> Any:
+    return lambda input, memory_format: _cast(input, platform.str_to_dtype(name)) if memory_format is None else None
+
+
+def _to_device(name: str) -> Any:
+    def rule(input: Any, device: Any, memory_format: Any, **_: Any) -> Any:
+        stays = str(input.device) == name and device is None and memory_format is None
+        return _itself if stays else SAME
+
+    return rule
+
+
 operator(
     "to",
     "input, *to, dtype=None, device=None, other=None, non_blocking=False, copy=False, memory_format=None",
@@ -209,10 +236,12 @@ operator(
 )
 operator("type", "input, dtype=None, non_blocking=False", _type)
 operator("type_as", "input, other", handler=lambda input, other: input.to(dtype=other.dtype, device=other.device))
-for _name in ("bfloat16", "cdouble", "cfloat", "chalf", "double", "float", "half"):
-    operator(_name, "input, memory_format=None", lambda input, **_: SCALED if is_inexact(input.dtype) else ONE)
-operator("bool byte char int long short", "input, memory_format=None", ONE)
-operator("cpu cuda npu xpu", "input, device=None, non_blocking=False, memory_format=None", SAME)
+DTYPES = {"byte": "uint8", "char": "int8", "short": "int16", "int": "int32", "long": "int64", "double": "float64"}
+DTYPES |= {"half": "float16", "float": "float32", "cfloat": "complex64", "cdouble": "complex128"}
+for _name in ("bool", "bfloat16", *DTYPES):
+    operator(_name, "input, memory_format=None", _to_dtype(DTYPES.get(_name, _name)))
+for _name in ("cpu", "cuda", "npu", "xpu"):
+    operator(_name, "input, device=None, non_blocking=False, memory_format=None", _to_device(_name))
 
 # --- other values in a tensor
 
