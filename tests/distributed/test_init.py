@@ -8,7 +8,17 @@ import torch
 from frame import LiveBytes
 from torch import nn
 
-from hyper_parallel import DTensor, Layout, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Layout,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
+from hyper_parallel.core.dtensor.initialisation import init_empty_weights, init_on_device, init_parameters
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -328,3 +338,28 @@ def test_distributed_parameters_by_name():
     platform.update_parameter_by_name(model, (owner, name, parameter), torch.ones(11, 3))  # and back
     assert not isinstance(model.head.weight, DTensor)
     assert model.head.weight is model.embed.weight
+
+
+@on_ranks(2)
+def test_a_module_without_data_is_distributed_and_then_drawn():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(7)
+    one = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.LayerNorm(5))
+    expected = one.state_dict()
+    torch.manual_seed(7)
+    with init_empty_weights():
+        many = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.LayerNorm(5))
+    assert all(p.is_meta for p in many.parameters())
+
+    def rows(_, module, mesh):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+    distribute_module(many, mesh, rows)
+    assert all(p.is_meta for p in many.parameters())
+    init_parameters(many)
+    for name, parameter in many.state_dict().items():
+        assert parameter.placements == (Shard(0),)
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    with init_on_device("cpu", include_buffers=True):
+        assert not nn.BatchNorm1d(3).running_mean.is_meta

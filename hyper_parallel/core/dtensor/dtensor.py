@@ -91,7 +91,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         if target is self._layout:
             return self
         made = DTensor(local_for(self, target, implicit=False), target, self._shape)
-        made._origin = self
+        pairs = zip(self._layout.placements, target.placements, strict=True)
+        if any(before.is_shard() and after.is_replicate() for before, after in pairs):
+            made._origin = self  # parts of its gradient go straight back to the shards
         return made
 
     def reduce_partial(self) -> DTensor:

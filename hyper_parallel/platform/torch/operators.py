@@ -85,6 +85,9 @@ _SAME_AS = {
     "true_divide": "div",
 }
 
+# In place they fill a tensor with random numbers; the names without "_" are other operators, or none.
+_FILLS = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+
 # Parameters that have several names.
 _PARAMETERS = {
     "self": "input",
@@ -115,6 +118,8 @@ def called(func: Any) -> Called:
         return Called(func.__self__.__name__, False, None)
     if getattr(func, "__module__", None) == "torch.nn.init":
         return Called("init", True, _parameters(func))
+    if name in _FILLS or name.startswith(("_foreach_", "_fused_")):
+        return Called(name, name.endswith("_"), None)
     return _spelled(name, _parameters(func))
 
 

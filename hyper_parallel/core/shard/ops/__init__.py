@@ -2,12 +2,17 @@
 """The operators: one table for each family. Importing it fills them."""
 
 from hyper_parallel.core.shard.ops import (
+    attention,
+    creation,
+    foreach,
     indexing,
     joins,
-    losses,
     lookups,
+    losses,
+    norms,
     pointwise,
     products,
+    random,
     reductions,
     views,
 )
@@ -18,13 +23,18 @@ __all__ = [
     "Operator",
     "Ruled",
     "Unruled",
+    "attention",
+    "creation",
+    "foreach",
     "indexing",
     "joins",
     "lookups",
     "losses",
+    "norms",
     "operator",
     "pointwise",
     "products",
+    "random",
     "reductions",
     "views",
 ]

@@ -20,6 +20,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard import execution
 from hyper_parallel.core.shard.arguments import one_mesh
+from hyper_parallel.core.shard.ops.creation import replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact, is_zero
 from hyper_parallel.core.shard.ops.views import moved, positions
@@ -81,13 +82,6 @@ def _settled(item: Any, input: Any) -> Any:
     if isinstance(item, list):
         return replicated(platform.tensor(item, dtype=platform.str_to_dtype("int64"), device=input.device), input)
     return item
-
-
-def replicated(local: Any, like: Any) -> DTensor:
-    """A plain tensor that every rank has, on the mesh of another."""
-    mesh = like.device_mesh
-    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
-    return DTensor(local, layout, tuple(local.shape))
 
 
 # --- reading

@@ -181,14 +181,15 @@ def is_inexact(dtype: Any) -> bool:
     return str(dtype).rpartition(".")[2].lower().startswith(("float", "bfloat", "double", "half", "complex"))
 
 
-def _itself(input: Any, **_: Any) -> Any:
+def itself(input: Any, **_: Any) -> Any:
+    """The tensor that was given."""
     return input
 
 
 def _cast(input: Any, dtype: Any) -> Any:
     """torch gives the tensor itself where nothing changes: what is done to it in place is seen in both."""
     if dtype == input.dtype:
-        return _itself
+        return itself
     return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
 
 
@@ -201,7 +202,7 @@ def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: 
     if dtype not in (None, input.dtype):
         return _cast(input, dtype)
     stays = str(device or input.device) == str(input.device) and True not in to
-    return _itself if stays and not more["copy"] and more["memory_format"] is None else SAME
+    return itself if stays and not more["copy"] and more["memory_format"] is None else SAME
 
 
 def _to_like(input: Any, to: Any = (), other: Any = None, **more: Any) -> Any:
@@ -224,7 +225,7 @@ def _to_dtype(name: str) -> Any:
 def _to_device(name: str) -> Any:
     def rule(input: Any, device: Any, memory_format: Any, **_: Any) -> Any:
         stays = str(input.device) == name and device is None and memory_format is None
-        return _itself if stays else SAME
+        return itself if stays else SAME
 
     return rule
 

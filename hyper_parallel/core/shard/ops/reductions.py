@@ -22,6 +22,7 @@ from hyper_parallel.core.shard.ops.stages import (
     extreme_in_stages,
     found_in_stages,
     is_cut,
+    nothing,
     parts_of,
     reduced_dims,
     reducing,
@@ -182,18 +183,8 @@ def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:
 
 def _quantile_of_shard(here: Here, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str) -> Any:
     if 0 in here.shape():
-        return _nothing(here, input, q)
+        return nothing(here, input, q)
     return here.function(input, q, dim, keepdim, interpolation=interpolation)
-
-
-def _nothing(here: Here, *operands: Any, result: int = 0) -> Any:
-    """An empty piece of a result, for operators that do not take empty tensors.
-
-    All operands are in its graph: the sums that other ranks await in backward need this rank as well.
-    """
-    tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
-    zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
-    return sum((x.sum() for x in tensors), start=zeros)
 
 
 for name in ("max", "min"):
@@ -240,7 +231,7 @@ def _deviation_of_shard(here: Here, input: Any, dim: Any, unbiased: Any, keepdim
     dim, correction = _corrected(dim, unbiased, correction)
     if 0 not in here.shape():
         return here.function(input, dim, correction=correction, keepdim=keepdim)
-    found = tuple(_nothing(here, input, result=i) for i in range(len(here.plan.results)))
+    found = tuple(nothing(here, input, result=i) for i in range(len(here.plan.results)))
     return found if len(found) > 1 else found[0]
 
 

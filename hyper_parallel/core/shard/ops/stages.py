@@ -15,6 +15,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule
@@ -60,6 +61,16 @@ def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
 def elementwise(function: Callable[[Any], Any], tensor: DTensor) -> DTensor:
     """A function of each element, of a tensor that waits for no reduction."""
     return DTensor(function(tensor.to_local()), tensor.layout, tensor.shape)
+
+
+def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
+    """An empty piece of a result, for operators that do not take empty tensors.
+
+    All operands are in its graph: the sums that other ranks await in backward need this rank as well.
+    """
+    tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
+    zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
+    return sum((x.sum() for x in tensors), start=zeros)
 
 
 def wide(dtype: Any) -> Any:
