@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, init_device_mesh
+from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan, shard_module
@@ -22,7 +22,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.RMSNorm(dim)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+        self.wq, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(3))
+        self.wk = nn.Linear(dim, dim, bias=False)  # its gradient would be nothing but rounding, which AdamW makes large
         self.up, self.gate = nn.Linear(dim, hidden), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim)
 
@@ -108,8 +109,6 @@ def job(shape, names, optimizers, sizes, dtype, tolerance):
     batch = [Shard(0), Replicate()] if parallel else [Replicate()]
 
     def place(targets):
-        from hyper_parallel import distribute_tensor
-
         return distribute_tensor(targets, mesh, batch)
 
     def fresh():
@@ -133,7 +132,8 @@ def job(shape, names, optimizers, sizes, dtype, tolerance):
 @pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))])
 def test_twenty_steps_equal_one_process(shape, names, sizes):
     ranks = 2 if shape == (2,) else 4
-    run_ranks(job, ranks, shape, names, list(OPTIMIZERS), sizes, torch.float64, 1e-8, timeout=300)
+    optimizers = list(OPTIMIZERS) if sizes is EVEN else ["adamw", "momentum foreach"]
+    run_ranks(job, ranks, shape, names, optimizers, sizes, torch.float64, 1e-8, timeout=300)
 
 
 def test_twenty_steps_in_float32():
@@ -143,12 +143,8 @@ def test_twenty_steps_in_float32():
 def count():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = shard_module(Model(**EVEN), mesh, plan([]))
-    ids, _ = batches(EVEN)[0]
+    x = distribute_tensor(torch.randn(4, 8, 16).requires_grad_(), mesh, [Replicate()])
     with CommunicationLedger(mesh) as ledger:
-        x = model.embed(ids)
-    x = x.redistribute()
-    with CommunicationLedger(mesh) as ledger:
-        x = x.detach().requires_grad_()
         y = model.blocks[0](x).redistribute()
         y.sum().backward()
     return ledger.counts(backward=False), ledger.counts(backward=True), ledger.table()

@@ -91,6 +91,7 @@ def is_implicit() -> bool:
     return _CAUSE.implicit
 
 
+@functools.lru_cache(maxsize=4096)
 def gradient_layout(layout: Layout) -> Layout:
     """How the gradient of a tensor of this layout lies."""
     return layout.reset_partial()
@@ -221,6 +222,7 @@ _RUN: dict[str, Callable[[_At, Any], Any]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def _with(layout: Layout, axis: int, placement: Any) -> Layout:
     placements = list(layout.placements)
     placements[axis] = placement

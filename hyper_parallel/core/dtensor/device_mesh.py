@@ -10,6 +10,7 @@ A mesh is a value: nothing is sent before a group is asked for, and groups are m
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -161,6 +162,7 @@ class DeviceMesh:
         ranks: list[int] = self._ranks[index].reshape(-1).tolist()
         return sorted(ranks)
 
+    @functools.cached_property
     def descending_axis(self) -> int | None:
         """The first axis along which the ranks do not ascend, if there is one."""
         return next((axis for axis in range(self.ndim) if (np.diff(self._ranks, axis=axis) < 0).any()), None)

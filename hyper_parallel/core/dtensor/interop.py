@@ -111,7 +111,7 @@ def _made(mesh: DeviceMesh) -> Any:
 
 def _check_order(call: str, mesh: DeviceMesh) -> None:
     """A group has its ranks in ascending order, and torch takes that for the order along the axis."""
-    axis = mesh.descending_axis()
+    axis = mesh.descending_axis
     if axis is not None:
         raise ValueError(f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not")
 

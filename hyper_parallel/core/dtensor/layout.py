@@ -276,7 +276,7 @@ def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | N
 
 def _check_order(mesh: DeviceMesh) -> None:
     """Groups have their ranks in ascending order, and the pieces of a tensor lie in that order along an axis."""
-    axis = mesh.descending_axis()
+    axis = mesh.descending_axis
     if axis is not None:
         raise ValueError(f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not")
 

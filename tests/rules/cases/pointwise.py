@@ -29,6 +29,8 @@ CASES = [
     # two
     op("add", torch.add, "ab ab", carries=2, sizes=("even", "uneven", "empty")),
     op("add, scaled", lambda x, y: torch.add(x, y, alpha=3), "ab b", carries=2),
+    op("add, scaled by a tensor", lambda x, y, a: x.sub(y, alpha=a), "ab b .", carries=2, ints={2: 4}),
+    op("add zero", lambda x: 0 + x, "ab", carries=2),
     op("add both ways", lambda x, y: x + y, "1b a1", carries=2),
     op("add a number", lambda x: x + 1, "ab"),
     op("add a scalar", lambda x, y: x + y, "ab .", carries=2),
@@ -61,6 +63,7 @@ CASES = [
     op("clamp below", lambda x, low: torch.clamp(x, min=low), "ab b"),
     op("clip between tensors", lambda x, low, high: x.clip(low, high), "ab b a1"),
     op("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "ab b a1", carries=4),
+    op("addcmul by a tensor", lambda x, y, z, v: x.addcmul(y, z, value=v), "ab b a1 .", carries=4, ints={3: 4}),
     op("addcdiv", lambda x, y, z: x.addcdiv(y, z), "ab b a1", carries=2),
     op("lerp", torch.lerp, "ab ab b", carries=2),
     op("lerp by a number", lambda x, y: x.lerp(y, 0.3), "ab b", carries=2),

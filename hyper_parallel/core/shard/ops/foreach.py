@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators on lists of tensors, as optimizers use them: one call on all shards where the tensors of an index lie alike.
+"""Operators on lists of tensors, as optimizers use them: one call on all shards where those of an index lie alike.
 
 Where they do not, or where a reduction is pending, each index is done by the operator on single tensors. The names are
 torch's.

@@ -34,9 +34,9 @@ def _whole_or(handler: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _exponentials(input: Any, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
+def _exponentials(input: Any, dim: int) -> tuple[Any, Any, Any]:
     """What is below the maximum of all ranks, its exponentials, and their sum over all ranks."""
-    input = (input if dtype is None else input.to(dtype)).reduce_partial()
+    input = input.reduce_partial().to(wide(input.dtype))  # so many may be added that half precision overflows
     with platform.no_grad():
         top = extreme_in_stages("amax", input, dim, keepdim=True)
     below = input - top
@@ -45,13 +45,13 @@ def _exponentials(input: Any, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
 
 
 def _softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    _, scaled, total = _exponentials(input, dim, dtype)
-    return scaled / total
+    _, scaled, total = _exponentials(input, dim)
+    return (scaled / total).to(dtype or input.dtype)
 
 
 def _log_softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    below, _, total = _exponentials(input, dim, dtype)
-    return below - elementwise(lambda x: x.log(), total)
+    below, _, total = _exponentials(input, dim)
+    return (below - elementwise(lambda x: x.log(), total)).to(dtype or input.dtype)
 
 
 def _softmin(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
@@ -200,7 +200,9 @@ def _mean_of(losses: Any, target: Any, weight: Any, ignore_index: int) -> Any:
 def weight_of_targets(target: Any, weight: Any, ignore_index: int) -> Any:
     """The weights of the classes of all targets that count, added up; one for each where there are none."""
     kept = target != ignore_index
-    return kept.sum() if weight is None else (weight[(target * kept).to(LONG)] * kept).sum()
+    if weight is None:
+        return kept.sum()
+    return (weight[(target * kept).to(LONG)] * kept).sum(dtype=wide(weight.dtype))
 
 
 def _nll_of_shard(here: Here, input: Any, target: Any, weight: Any, ignore_index: int, **more: Any) -> Any:

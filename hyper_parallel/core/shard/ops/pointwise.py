@@ -108,9 +108,17 @@ operator(
 )
 
 
-def _sum(other: Any, **_: Any) -> Rule:
+def _with_factor(rule: Rule, operands: list[Any], factor: Any) -> Any:
+    """A factor (alpha, value) may be a tensor without dims, which optimizers make of a learning rate."""
+    if not isinstance(factor, DTensor):
+        return rule
+    return Ruled(Rule(rule.text.replace(" ->", ", ->"), linear=rule.linear), operands=[*operands, factor])
+
+
+def _sum(input: Any, other: Any, alpha: Any) -> Any:
     # Zero is where Python's sum() begins: nothing is added, and a pending sum passes.
-    return SCALED if is_zero(other) else pointwise(2, linear=[(0, 1)])
+    rule = SCALED if is_zero(other) else pointwise(2, linear=[(0, 1)])
+    return _with_factor(rule, [input] if rule is SCALED else [input, other], alpha)
 
 
 operator("add sub", "input, other, *, alpha=1", _sum)
@@ -148,8 +156,15 @@ operator("isin", "elements, test_elements, *, assume_unique=False, invert=False"
 operator("clamp clip", "input, min=None, max=None", THREE)
 operator("clamp_min", "input, min", TWO)
 operator("clamp_max", "input, max", TWO)
-operator("addcmul", "input, tensor1, tensor2, *, value=1", pointwise(3, linear=[(0, 1), (0, 2)]))
-operator("addcdiv", "input, tensor1, tensor2, *, value=1", pointwise(3, linear=[(0, 1)]))
+
+
+def _added_to(rule: Rule) -> Any:
+    return lambda input, tensor1, tensor2, value: _with_factor(rule, [input, tensor1, tensor2], value)
+
+
+ADDED = "input, tensor1, tensor2, *, value=1"
+operator("addcmul", ADDED, _added_to(pointwise(3, linear=[(0, 1), (0, 2)])))
+operator("addcdiv", ADDED, _added_to(pointwise(3, linear=[(0, 1)])))
 operator("lerp", "input, end, weight", pointwise(3, linear=[(0, 1)]))
 
 

@@ -112,11 +112,13 @@ def _logical(name: str) -> Callable[..., Any]:
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool) -> Any:
     dims, total = reduced_dims(input, dim), platform.operator("sum")
+    values = input.reduce_partial().to(wide(input.dtype))  # so many may be added that half precision overflows
     with platform.no_grad():
-        top = extreme_in_stages("amax", input, dims, keepdim=True)
+        top = extreme_in_stages("amax", values, dims, keepdim=True)
         top = elementwise(lambda x: x.masked_fill(~x.isfinite(), 0), top)
-    added = total(platform.operator("exp")(input - top), dims, keepdim).reduce_partial()
-    return elementwise(lambda x: x.log(), added) + total(top, dims, keepdim)
+    added = total(platform.operator("exp")(values - top), dims, keepdim).reduce_partial()
+    found = elementwise(lambda x: x.log(), added) + total(top, dims, keepdim)
+    return found.to(input.dtype) if platform.is_floating_point(input.to_local()) else found
 
 
 def _aminmax(input: Any, dim: Any, keepdim: bool) -> MinMax:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: A002, A006 - operands have the names that torch gives them
+"""Controls: a rule or a local call of the moves, lookups and pointwise operators that is broken on purpose is found."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from rules.cases import indexing, joins, lookups, pointwise, views
+from rules.operators import check
+
+from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
+from hyper_parallel.core.shard.ops.views import moved, reordered
+from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.rule import pointwise as elementwise
+
+ALIKE = {"a": 4, "b": 4, "c": 4}  # no shape gives the fault away
+CASES = {case.name: case for family in (indexing, joins, lookups, pointwise, views) for case in family.CASES}
+
+
+def unmarked(name, *marks):
+    """The operator's own rule without these marks, or without any."""
+    rule = OPERATORS[name].rule
+
+    def broken(**arguments):
+        ruled = rule if isinstance(rule, Rule) else rule(**arguments)
+        ruled = ruled if isinstance(ruled, Ruled) else Ruled(ruled)
+        text = ruled.rule.text
+        for marked in marks or ("!",):
+            text = text.replace(marked, marked.strip("!+"))
+        return replace(ruled, rule=replace(ruled.rule, text=text))
+
+    return {"rule": broken}
+
+
+def linear(name, *groups):
+    """The operator's own rule, linear in other groups of operands."""
+    rule = OPERATORS[name].rule
+
+    def broken(**arguments):
+        ruled = rule if isinstance(rule, Rule) else rule(**arguments)
+        ruled = ruled if isinstance(ruled, Ruled) else Ruled(ruled)
+        return replace(ruled, rule=replace(ruled.rule, linear=groups, carries=("sum",)))
+
+    return {"rule": broken}
+
+
+def local(call):
+    return {"local": call}
+
+
+EMBED = OPERATORS["embedding"].local
+
+
+def unpadded(here, input, weight, **_):
+    return EMBED(here, input, weight, None)
+
+
+def whole_rows(input, index):
+    return Ruled(Rule("... {dim=v}!, j -> ... {dim=j}", linear=((0, 1),)), operands=[input, index])
+
+
+BROKEN = [
+    ("permute", "permute", {"rule": lambda **_: reordered((2, 1, 0))}, "two dims taken for each other"),
+    (
+        "view splits a dim",
+        "view",
+        {"rule": lambda **_: moved(["(o a)", "b"], ["a", "o", "b"], a=4, o=2)},
+        "inner first",
+    ),
+    ("expand", "expand", local(lambda here, input, **_: input.expand(-1, 6, input.shape[2])), "the whole's size"),
+    ("narrow", "narrow", unmarked("narrow"), "the whole mark is lost"),
+    ("select", "select", {"rule": Rule("... {dim} -> ...")}, "a part for a sum"),
+    ("diagonal", "diagonal", unmarked("diagonal", "d0!"), "a dim of the diagonal may be cut"),
+    ("unfold", "unfold", unmarked("unfold", "d1!", "count!"), "windows that reach into the next piece"),
+    ("x[a:b]", "getitem", unmarked("getitem"), "the whole mark is lost"),
+    ("flip", "flip", unmarked("flip"), "the whole mark is lost"),
+    ("roll", "roll", unmarked("roll"), "the whole mark is lost"),
+    ("rot90 twice", "rot90", unmarked("rot90"), "the whole mark is lost"),
+    ("tril", "tril", local(lambda here, input, diagonal: input.tril(diagonal)), "the diagonal is not shifted"),
+    (
+        "triu above",
+        "triu",
+        local(lambda here, input, diagonal: input.triu(diagonal + here.offset("c"))),
+        "half a shift",
+    ),
+    ("pad by a value", "pad", linear("pad", (0,)), "what is added is added once a rank"),
+    (
+        "repeat_interleave",
+        "repeat_interleave",
+        {"rule": lambda **_: moved(["a", "b"], ["a", "(n b)"], n=2)},
+        "as repeat",
+    ),
+    ("embedding", "embedding", local(lambda here, input, weight, **_: weight[input % max(1, len(weight))]), "no mask"),
+    ("embedding, padding", "embedding", local(unpadded), "no padding"),
+    ("index_select", "index_select", {"rule": lambda input, index, **_: whole_rows(input, index)}, "rows in parts"),
+    ("gather", "gather", linear("gather", (0, 1)), "indices in parts"),
+    ("one_hot", "one_hot", unmarked("one_hot"), "classes of a shard"),
+    ("index_add", "index_add", unmarked("index_add", "+"), "the plus is lost"),
+    ("index_put", "index_put", linear("index_put", (0,)), "linear in the target alone"),
+    ("index_fill", "index_fill", linear("index_fill", (0,)), "a number that is not zero"),
+    ("scatter alike", "scatter", linear("scatter", (2,)), "linear in the source alone"),
+    ("scatter_add", "scatter_add", linear("scatter_add", (0,)), "linear in the target alone"),
+    ("select_scatter", "select_scatter", {"rule": Rule("... {dim}!, ... -> ... {dim}!", linear=((1,),))}, "the same"),
+    ("relu", "relu", {"rule": elementwise(1, linear=0)}, "not linear"),
+    ("add a number", "add", {"rule": lambda **_: elementwise(1, linear=0)}, "a number is added once a rank"),
+    ("div, rounded", "div", linear("div", (0,)), "rounded parts"),
+    ("where", "where", linear("where", (1,)), "linear in one branch alone"),
+    ("where, a number", "where", linear("where", (1,)), "the other branch is a number"),
+    ("masked_fill", "masked_fill", linear("masked_fill", (0,)), "a number that is not zero"),
+    ("lerp", "lerp", linear("lerp", (0,), (2,)), "linear in one alone"),
+    ("addcmul", "addcmul", linear("addcmul", (0, 1, 2)), "linear in all together"),
+    ("to an integer", "to", linear("to", (0,)), "a cast that rounds"),
+    ("prelu", "prelu", linear("prelu", (0,)), "not linear"),
+    ("glu", "glu", unmarked("glu"), "halves of a piece"),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "fault", "why"), BROKEN, ids=[f"{c}: {w}" for c, _, _, w in BROKEN])
+def test_control_what_is_broken_is_found(case, name, fault, why):
+    case = CASES[case]
+    check(case, ALIKE)
+    with (
+        mock.patch.dict(OPERATORS, {name: replace(OPERATORS[name], **fault)}),
+        pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)),
+    ):
+        check(case, ALIKE)

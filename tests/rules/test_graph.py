@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last rank's local call keeps the operands in the graph that the first rank keeps, however empty its shard.
+
+A gradient that comes in parts is summed by all ranks: one that had dropped the operand would never come.
+"""
+
+import numpy as np
+import pytest
+import torch
+from rules.cases import CASES
+from rules.operators import SIZES, draw
+
+from hyper_parallel.testing.rule_check import _Caught, _Comparison, _fits, flat
+
+MESH = (4,)
+
+
+def kept(caught, choice, rank, shards):
+    """Which of the operands have a gradient."""
+    leaves = [torch.tensor(shard) for shard in shards]
+    leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    results = [y.sum() for y in caught.evaluate((choice,), (rank,), leaves) if y.requires_grad]
+    if not results or not wanted:
+        return [False] * len(wanted)
+    return [g is not None for g in torch.autograd.grad(results, wanted, allow_unused=True)]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "uneven" in case.sizes], ids=lambda case: case.name)
+def test_every_rank_keeps_the_same_operands(case):
+    arrays = draw(case, SIZES["uneven"], np.random.default_rng(0))
+    caught = _Caught(case.call, arrays, MESH)
+    for choice in caught.bound.choices():
+        if choice.kind == "shard" and _fits(caught.bound, (choice,), MESH):
+            comparison = _Comparison(caught, (choice,), MESH, np.random.default_rng(0), 0.0)
+            places = comparison._places("operands")
+            pairs = zip(caught.ours, caught.rules, strict=True)
+            held = [comparison._cut(flat(arrays)[ours], places[rules], MESH) for ours, rules in pairs]
+            first, last = (kept(caught, choice, rank, [pieces[rank] for pieces in held]) for rank in (0, 3))
+            assert first == last, str(choice)
