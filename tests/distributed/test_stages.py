@@ -78,7 +78,7 @@ def test_means_of_half_precision_do_not_overflow():
     assert F.l1_loss(x, x * 0).full_tensor() == 60000.0
     many = cut(torch.zeros(1, 100_000, dtype=torch.float16), 1)
     assert many.softmax(1).full_tensor()[0, 0] == torch.tensor(1e-5, dtype=torch.float16)
-    assert many.logsumexp(1).full_tensor() == many.full_tensor().logsumexp(1)
+    assert many.logsumexp(1).full_tensor() == torch.tensor(100_000.0).log().half()
     scores = torch.zeros(64, 2, dtype=torch.float16)
     scores[:, 1] = 40000.0
     loss = F.cross_entropy(cut(scores), distribute_tensor(torch.zeros(64, dtype=torch.long), mesh_of(4), [S0]))

@@ -140,9 +140,13 @@ def test_twenty_steps_in_float32():
     run_ranks(job, 4, (2, 2), ("dp", "tp"), ["momentum", "adamw"], EVEN, torch.float32, 2e-4, timeout=300)
 
 
-def count():
+def count(asked):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = shard_module(Model(**EVEN), mesh, plan([]))
+    if asked:
+        shard_module(
+            model, mesh, ShardingPlan(output_plan={f"blocks.*.{name}": [Replicate()] for name in ("wo", "down")})
+        )
     x = distribute_tensor(torch.randn(4, 8, 16).requires_grad_(), mesh, [Replicate()])
     with CommunicationLedger(mesh) as ledger:
         y = model.blocks[0](x).redistribute()
@@ -150,7 +154,8 @@ def count():
     return ledger.counts(backward=False), ledger.counts(backward=True), ledger.table()
 
 
-def test_a_block_costs_two_all_reduces_each_way():
-    for forward, backward, table in run_ranks(count, 4):
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_block_costs_two_all_reduces_each_way(asked):
+    for forward, backward, table in run_ranks(count, 4, asked):
         assert forward == {"all_reduce": 2}, table
         assert backward == {"all_reduce": 2}, table

@@ -40,7 +40,9 @@ def decide(rule, shapes, placements, attrs=None, mesh=GRID):
         (MUL, [(8, 8), (8, 8)], [[P, R], [R, R]], None, [P, R], ((), (0,))),
         (ADD, [(8, 8), (8, 8)], [[P, R], [R, R]], [[P, R], [P, R]], [P, R], ((), ())),
         (ADD, [(8, 8), (8, 8)], [[P, R], [P, R]], None, [P, R], ((), ())),
-        (pointwise(1), [(8, 8)], [[P, Shard(0)]], [[Shard(1), Shard(0)]], [Shard(1), Shard(0)], ((),)),
+        (pointwise(1), [(8, 8)], [[P, Shard(0)]], [[R, Shard(0)]], [R, Shard(0)], ((),)),
+        # ... to where another operand lies already.
+        (pointwise(2), [(8, 8), (8, 8)], [[P, R], [Shard(1), R]], [[Shard(1), R], [Shard(1), R]], [Shard(1), R], ((), ())),
         # Of two pending sums one is reduced: the product of sums is not the sum of products.
         (MUL, [(8, 8), (8, 8)], [[P, R], [P, R]], [[P, R], [R, R]], [P, R], ((), (0,))),
         # Broadcasting: what is not there cannot be cut, and its gradient is a sum.

@@ -19,8 +19,8 @@ from hyper_parallel.core.shard.rule import BoundRule
 class Here:
     """One call on one rank.
 
-    ``function`` is the operator itself, ``place`` the rank's place in the mesh, ``share`` how much this rank has of what
-    vanishes: its part of a mean.
+    ``function`` is the operator itself, ``place`` the rank's place in the mesh, ``share`` how much this rank has of
+    what vanishes: its part of a mean.
     """
 
     def __init__(

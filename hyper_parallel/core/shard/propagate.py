@@ -161,10 +161,14 @@ class _Call:
 
 
 def _moved(have: Place, want: Place, local: int, ranks: int) -> int:
-    """The bytes that a rank receives to go from one placement to another along an axis."""
+    """The bytes that a rank receives to go from one placement to another along an axis.
+
+    A reduction counts the same whether its result is cut or not: what one operator cuts the next mostly gathers again,
+    and a chain of operators that each take the cheapest step for themselves would move weights for it.
+    """
     share = -(-local // ranks) * (ranks - 1)
     if have.op is not None:
-        return share if want.dim is not None else 2 * share
+        return 2 * share
     if have.dim is not None:
         return share if want.dim is not None else local * (ranks - 1)
     return 0

@@ -34,9 +34,9 @@ def _whole_or(handler: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _exponentials(input: Any, dim: int) -> tuple[Any, Any, Any]:
+def _exponentials(input: Any, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
     """What is below the maximum of all ranks, its exponentials, and their sum over all ranks."""
-    input = input.reduce_partial().to(wide(input.dtype))  # so many may be added that half precision overflows
+    input = input.reduce_partial().to(wide(dtype))  # so many may be added that half precision overflows
     with platform.no_grad():
         top = extreme_in_stages("amax", input, dim, keepdim=True)
     below = input - top
@@ -45,12 +45,12 @@ def _exponentials(input: Any, dim: int) -> tuple[Any, Any, Any]:
 
 
 def _softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    _, scaled, total = _exponentials(input, dim)
+    _, scaled, total = _exponentials(input, dim, dtype or input.dtype)
     return (scaled / total).to(dtype or input.dtype)
 
 
 def _log_softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    below, _, total = _exponentials(input, dim)
+    below, _, total = _exponentials(input, dim, dtype or input.dtype)
     return (below - elementwise(lambda x: x.log(), total)).to(dtype or input.dtype)
 
 
