@@ -133,12 +133,14 @@ def _catching(calls: list[Any]) -> Iterator[None]:
         calls.append((func, args, kwargs or {}, called or get_platform().called(func)))
         raise _CaughtError
 
+    usual, DTensor.dispatch = DTensor.dispatch, catch  # type: ignore[method-assign]
     _OP_DISPATCHER.dispatch = catch  # type: ignore[method-assign]
     try:
         yield
     except _CaughtError:
         pass
     finally:
+        DTensor.dispatch = usual  # type: ignore[method-assign]
         del _OP_DISPATCHER.dispatch
 
 

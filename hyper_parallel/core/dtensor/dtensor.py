@@ -113,10 +113,11 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """The tensor in float32."""
         return self.to(platform.str_to_dtype("float32"))
 
-    @classmethod
-    def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    @staticmethod
+    def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator of the framework by its rule."""
-        return dispatcher().dispatch(func, args, kwargs)
+        DTensor.dispatch = dispatcher().dispatch  # type: ignore[method-assign] # the short way from now on
+        return DTensor.dispatch(func, args, kwargs)
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:

@@ -52,9 +52,8 @@ class Dispatcher:
         try:
             describe(args, key, tensors)
             if kwargs:
-                for name, value in kwargs.items():
-                    key.append(name)
-                    describe((value,), key, tensors)
+                key += kwargs
+                describe(kwargs.values(), key, tensors)
         except PlainTensorError:
             args, kwargs = distributed((called or platform.called(func)).name, args, kwargs)
             return self.dispatch(func, args, kwargs, called)

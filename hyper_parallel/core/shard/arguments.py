@@ -29,6 +29,24 @@ class PlainTensorError(Exception):
     """A plain tensor is among the arguments."""
 
 
+class _Spec:
+    """Stands for a layout, a shape and a dtype: one object for each that is in use, quick to compare."""
+
+    __slots__ = ()
+
+
+_SPECS: dict[Any, _Spec] = {}
+_MOST_SPECS = 1 << 16
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """What stands for the layout, the shape and the dtype of a tensor."""
+    if len(_SPECS) >= _MOST_SPECS:
+        _SPECS.clear()
+    tensor._spec = _SPECS.setdefault((tensor._layout, tensor._shape, tensor._local.dtype), _Spec())
+    return tensor._spec
+
+
 def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
     """Adds to the key what a plan may depend on, and finds the distributed tensors."""
     for value in values:
@@ -37,7 +55,7 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
             if value._unrecorded and value.lost_its_graph:
                 raise OperatorError(_LOST)
             tensors.append(value)
-            key += (value._layout, value._shape, value._local.dtype)
+            key.append(value._spec or spec_of(value))
         elif kind is float:
             # A number that changes at every step must not make a plan at every step.
             key += (kind, value if value == 0.0 or value in _INFINITE else None)
@@ -50,7 +68,7 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
             if not isinstance(value, DTensor):
                 raise PlainTensorError
             tensors.append(value)
-            key += (value._layout, value._shape, value._local.dtype)
+            key.append(value._spec or spec_of(value))
         else:
             key += (kind, value)
 

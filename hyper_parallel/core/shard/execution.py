@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced
+from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced, spec_of
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Operator
 from hyper_parallel.core.shard.propagate import OpPlan
@@ -43,22 +43,42 @@ class Planned:
         self._inplace = inplace
         moved = bool(moves) and moves[0] is not None and moves[0][0] is not tensors[0]._layout
         self._copy_of = self._called.name if self._op.view and moved else None
+        self._pair = len(args) == len(tensors) == 2 and all(isinstance(value, DTensor) for value in args)
         self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         simple = self._single and len(self._positions) == len(tensors) and not inplace
-        return self.run_simply if simple and self._here is None and not any(moves) else self.run
+        return self._simple_run() if simple and self._here is None and not any(moves) else self.run
 
-    def run_simply(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
-        """Nothing moves, and every tensor is an argument by itself."""
-        values = list(args)
-        for position, tensor in zip(self._positions, tensors, strict=True):
-            values[position] = tensor._local
-        result = self._func(*values, **kwargs)
-        if result is tensors[0]._local:
-            return tensors[0]
-        made = self._wrapped(result, 0)
-        if self._op.view and tensors[0]._copy_of is not None:
-            made._copy_of = tensors[0]._copy_of
-        return made
+    def _simple_run(self) -> Run:
+        """The way when nothing moves, every tensor is an argument by itself and there is one result: the short one."""
+        func, view, positions, make = self._func, self._op.view, self._positions, DTensor.__new__
+        pair = self._pair
+        layout, shape, expected = self._layouts[0], self._shapes[0], self._expected[0]
+        dtype = spec = None  # of the last result: mostly that of the next
+
+        def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+            first = tensors[0]
+            if pair and not kwargs:
+                result = func(first._local, tensors[1]._local)
+            else:
+                values = list(args)
+                for position in positions:
+                    values[position] = values[position]._local
+                result = func(*values, **kwargs)
+            if result.shape != expected:
+                return self._wrapped(result, 0)  # says what is wrong
+            if result is first._local:
+                return first
+            made: DTensor = make(DTensor, result, layout, shape)  # type: ignore[call-arg]
+            nonlocal dtype, spec
+            if result.dtype is dtype:
+                made._spec = spec
+            else:
+                dtype, spec = result.dtype, spec_of(made)
+            if view and first._copy_of is not None:
+                made._copy_of = first._copy_of
+            return made
+
+        return run
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_is_grad_enabled = torch.is_grad_enabled
+
+
 class DTensorBase(torch.Tensor):
     """A shard with the metadata of the whole: ``shape`` is global, ``local_shape`` is this rank's."""
 
@@ -24,16 +28,17 @@ class DTensorBase(torch.Tensor):
     _origin: DTensorBase | None = None  # what it was redistributed from
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _unrecorded = False  # made where nothing is recorded for backward
+    _spec: Any = None  # stands for its layout, shape and dtype
 
     @staticmethod
     def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
         size = shape if type(shape) is torch.Size else torch.Size(shape)
         # That the wrapper requires a gradient serves one end: a plain autograd function leaves its mark on it.
-        wrapper: DTensorBase = torch.Tensor._make_wrapper_subclass(
+        wrapper: DTensorBase = _make_wrapper(
             cls, size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         own = wrapper.__dict__
-        if not torch.is_grad_enabled():
+        if not _is_grad_enabled():
             own["_unrecorded"] = True
         own["_local"] = local
         own["_layout"] = layout
@@ -85,11 +90,10 @@ class DTensorBase(torch.Tensor):
         # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
         raise TypeError(f"{func}: reached the wrapper of a {cls.__name__} below the level where operators are caught")
 
-    @classmethod
-    def dispatch(cls, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG003 - for the deriving class
+    @staticmethod
+    def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on distributed tensors; a deriving class says how."""
-        name = getattr(func, "__name__", func)
-        raise TypeError(f"{name}: {cls.__name__} has no rules for operators; call to_local() and compute on the shard")
+        raise NotImplementedError
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None) -> DTensorBase:
         """The same tensor in another layout; a deriving class says how."""
@@ -119,6 +123,7 @@ class DTensorBase(torch.Tensor):
                 f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape {tuple(data.shape)}"
             )
         self._local.data = data._local
+        self._spec = None
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_of_wrapper(self, data)
 
@@ -150,7 +155,7 @@ class DTensorBase(torch.Tensor):
     def _deepcopied(self, memo: dict[int, Any]) -> DTensorBase:
         if id(self) not in memo:
             twin = self._twin(copy.deepcopy(self._local, memo))
-            own = ("_local", "_layout", "_shape", "_routes", "_origin")
+            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec")
             twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
             memo[id(self)] = twin
         return memo[id(self)]

@@ -61,8 +61,8 @@ def _adds_up(input: Any, dtype: Any) -> bool:
 
 def _sum_like(kind: str) -> Callable[..., Ruled]:
     def rule(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Ruled:
-        if "bool" in str(dtype).lower():
-            return whole(keepdim, _every(dim))
+        if "bool" in str(dtype).lower() or (kind == "prod" and "complex" in str(input.dtype).lower()):
+            return whole(keepdim, _every(dim))  # what no collective adds up or multiplies
         made = reduction(kind, reducing(keepdim))
         return Ruled(made if _adds_up(input, dtype) else replace(made, linear=()), {"dim": _every(dim)})
 
