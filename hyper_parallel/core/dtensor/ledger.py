@@ -10,21 +10,15 @@ assert ledger.counts(backward=True) == {"all_reduce": 1}
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 
+from hyper_parallel.core.dtensor.caller import users_line
 from hyper_parallel.core.dtensor.collectives import is_implicit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Traffic
-
-# Frames of these packages are not the user's.
-_OURS = Path(__file__).resolve().parents[2]
-_FRAMEWORKS = ("torch", "mindspore")
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class CommunicationLedger:
 
     def _record(self, traffic: Traffic) -> None:
         axis = self._names.get(frozenset(traffic.ranks), str(list(traffic.ranks)))
-        line = _users_line(sys._getframe(1))
+        line = users_line()
         self.entries.append(Entry(traffic.collective, axis, traffic.nbytes, traffic.backward, is_implicit(), line))
 
 
@@ -85,13 +79,3 @@ def _names_of(mesh: DeviceMesh) -> dict[frozenset[int], str]:
         name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
         names[frozenset(mesh.get_rank_list_along_axis(axis))] = name
     return names
-
-
-def _users_line(frame: FrameType | None) -> str:
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        package = frame.f_globals.get("__name__", "").split(".")[0]
-        if _OURS not in file.parents and package not in _FRAMEWORKS:
-            return f"{file.name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

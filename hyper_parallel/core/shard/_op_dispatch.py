@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.caller import users_level
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
@@ -123,7 +124,7 @@ class Dispatcher:
             warnings.warn(
                 f"{name} has no rule ({reason}): its operands are gathered and it runs on whole tensors on every rank. "
                 f'A rule is one line: operator("{name}", parameters, rule); see "how to add an operator"',
-                stacklevel=6,
+                stacklevel=users_level(),
             )
 
 

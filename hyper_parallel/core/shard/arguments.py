@@ -15,8 +15,8 @@ platform = get_platform()
 Tensor = platform.Tensor
 
 _LOST = (
-    "a distributed tensor came out of an autograd function that knows only plain tensors, so that no gradient would reach "
-    "its inputs; derive the function from DFunction and give it a rule, or use checkpoint(..., use_reentrant=False)"
+    "a distributed tensor came out of an autograd function that knows only plain tensors, so that no gradient would "
+    "reach its inputs; derive the function from DFunction and give it a rule, or use checkpoint(..., use_reentrant=False)"
 )
 _INFINITE = (float("inf"), float("-inf"))
 

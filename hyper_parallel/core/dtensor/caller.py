@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose code is calling: the nearest frame that is neither ours nor the framework's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+_OURS = str(Path(__file__).resolve().parents[2]) + "/"
+_FRAMEWORKS = ("torch", "mindspore")
+
+
+def _is_users(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").split(".")[0]
+    return not frame.f_code.co_filename.startswith(_OURS) and package not in _FRAMEWORKS
+
+
+def users_line() -> str:
+    """file:line of the user's code; nothing where there is none, as in a thread of the framework."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def users_level() -> int:
+    """The ``stacklevel`` with which the caller of this function warns at the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
