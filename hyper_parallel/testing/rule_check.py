@@ -4,9 +4,9 @@
     count = check_rule(torch.nn.functional.silu, np.random.randn(5, 4))
 
 The call is caught where distributed tensors would be dispatched, so that its rule, its local function and its arguments
-are the real ones. Operands are cut as a choice says, in parts of different signs where a reduction is pending; the local
-call runs for every rank; the results are put together and compared with the plain call, and then the gradients of a
-randomly weighted sum.
+are the real ones. Operands are cut as a choice says, in parts of different signs where a reduction is pending; the
+local call runs for every rank; the results are put together and compared with the plain call, and then the gradients of
+a randomly weighted sum.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def decide(rule, shapes, placements, attrs=None, mesh=GRID):
         (ADD, [(8, 8), (8, 8)], [[P, R], [P, R]], None, [P, R], ((), ())),
         (pointwise(1), [(8, 8)], [[P, Shard(0)]], [[R, Shard(0)]], [R, Shard(0)], ((),)),
         # ... to where another operand lies already.
-        (pointwise(2), [(8, 8), (8, 8)], [[P, R], [Shard(1), R]], [[Shard(1), R], [Shard(1), R]], [Shard(1), R], ((), ())),
+        (pointwise(2), [(8, 8)] * 2, [[P, R], [Shard(1), R]], [[Shard(1), R]] * 2, [Shard(1), R], ((), ())),
         # Of two pending sums one is reduced: the product of sums is not the sum of products.
         (MUL, [(8, 8), (8, 8)], [[P, R], [P, R]], [[P, R], [R, R]], [P, R], ((), (0,))),
         # Broadcasting: what is not there cannot be cut, and its gradient is a sum.

@@ -16,7 +16,7 @@ Tensor = platform.Tensor
 
 _LOST = (
     "a distributed tensor came out of an autograd function that knows only plain tensors, so that no gradient would "
-    "reach its inputs; derive the function from DFunction and give it a rule, or use checkpoint(..., use_reentrant=False)"
+    "reach its inputs; derive the function from DFunction and give it a rule; checkpoint() needs use_reentrant=False"
 )
 _INFINITE = (float("inf"), float("-inf"))
 

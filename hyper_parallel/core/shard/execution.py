@@ -46,7 +46,14 @@ class Planned:
         self._pair = len(args) == len(tensors) == 2 and all(isinstance(value, DTensor) for value in args)
         self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         simple = self._single and len(self._positions) == len(tensors) and not inplace
-        return self._simple_run() if simple and self._here is None and not any(moves) else self.run
+        shapes = [self._moved_shape(tensor, move) for tensor, move in zip(tensors, moves, strict=True)]
+        self._empty = any(0 in shape for shape in (*shapes, *self._expected))
+        simple = simple and self._here is None and not self._empty and not any(moves)
+        return self._simple_run() if simple else self.run
+
+    @staticmethod
+    def _moved_shape(tensor: DTensor, move: Move) -> Any:
+        return tensor._local.shape if move is None else move[0].local_shape(tensor._shape)
 
     def _simple_run(self) -> Run:
         """The way when nothing moves, every tensor is an argument by itself and there is one result: the short one."""
@@ -82,19 +89,12 @@ class Planned:
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
-        if MODES.explicit:
-            for number, (tensor, move) in enumerate(zip(tensors, self._moves, strict=True)):
-                check_explicit(self._called.name, tensor, number, move[0] if move is not None else tensor._layout)
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
-        shards = iter(
-            [
-                t._local if move is None else local_for(t, move[0], move[1])
-                for t, move in zip(tensors, self._moves, strict=True)
-            ]
-        )
-        args = replaced(args, shards)
-        kwargs = {name: replaced(value, shards) for name, value in kwargs.items()} if kwargs else kwargs
+        shards = self._shards(tensors)
+        following = iter(shards)
+        args = replaced(args, following)
+        kwargs = {name: replaced(value, following) for name, value in kwargs.items()} if kwargs else kwargs
         if self._here is None:
             result = self._func(*args, **kwargs)
         else:
@@ -104,7 +104,10 @@ class Planned:
             return tensors[0]
         if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout:
             return tensors[0]
-        made = [self._wrapped(one, i) for i, one in enumerate((result,) if self._single else result)]
+        results = (result,) if self._single else result
+        if self._empty:
+            results = [_tied(one, shards) for one in results]
+        made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
             for one in made:
                 one._copy_of = self._copy_of or tensors[0]._copy_of
@@ -112,6 +115,14 @@ class Planned:
             return made[0]
         kind = type(result)
         return made if kind is list else tuple(made) if kind is tuple else kind(made)
+
+    def _shards(self, tensors: list[DTensor]) -> list[Any]:
+        """What the local call gets for each tensor."""
+        pairs = list(zip(tensors, self._moves, strict=True))
+        if MODES.explicit:
+            for number, (tensor, move) in enumerate(pairs):
+                check_explicit(self._called.name, tensor, number, move[0] if move is not None else tensor._layout)
+        return [t._local if move is None else local_for(t, move[0], move[1]) for t, move in pairs]
 
     def _wrapped(self, local: Any, number: int) -> DTensor:
         if local.shape != self._expected[number]:
@@ -121,6 +132,19 @@ class Planned:
                 f"rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function is wrong"
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
+
+
+def _tied(result: Any, operands: Sequence[Any]) -> Any:
+    """The result with all operands in its graph.
+
+    An operator may leave out operands of which nothing is there; the ranks that have something would then wait in
+    backward for a sum in which this one takes no part.
+    """
+    if platform.is_floating_point(result):
+        for operand in operands:
+            if platform.is_recorded(operand) and platform.is_floating_point(operand):
+                result = result + operand.reshape(-1)[:0].sum().to(result.dtype)
+    return result
 
 
 def _each(shape: Any, layout: Any) -> Any:

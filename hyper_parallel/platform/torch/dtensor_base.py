@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_grad_enabled = torch.is_grad_enabled
 

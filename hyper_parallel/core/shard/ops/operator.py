@@ -35,8 +35,8 @@ class Operator:
 
     ``rule``: a Rule whose operands are the first parameters; or a function of the arguments that gives a Rule, a Ruled,
     a function that does the call by other operators as a handler does, or None where no rule holds. It may look at the
-    shapes and dtypes of tensors and at all other arguments, but of a float only at its kind (zero, finite, infinite):
-    what it decides is remembered.
+    shapes, dtypes and layouts of tensors and at all other arguments, but of a float only at its kind (zero, finite,
+    infinite): what it decides is remembered.
     ``local``: ``local(here, **arguments)`` instead of the operator itself, where a shard needs something else.
     ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
     ``direct``: ``direct(func, args, kwargs)`` does it all on the arguments as they came.
@@ -65,7 +65,7 @@ class Operator:
             found[self.rest] = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else tuple(more)
         found.update(kwargs)
         for name in [name for name in found if name not in self.defaults and name not in self.parameters]:
-            if found[name] is not None and found[name] is not False:
+            if found[name] is not None:
                 raise Unruled(f"the argument {name}={found[name]!r} is not known to the rule")
             del found[name]
         return {**self.defaults, **found}

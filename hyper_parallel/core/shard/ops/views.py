@@ -69,7 +69,8 @@ def reshaped(old: Shape, new: Shape) -> Ruled:
             sizes[f"o{j}"] = new[j]
         else:
             before, after = _group(old[i:], new[j:])
-            shared = math.gcd(old[i], new[j]) if math.prod(before) else 1
+            # Of nothing there may be different amounts on both sides; then they have nothing in common.
+            shared = math.gcd(old[i], new[j]) if math.prod(before) == math.prod(after) > 0 else 1
             sizes[f"f{i}"] = shared
             left += _grouped(before, shared, f"f{i}", [f"i{i + k}" for k in range(len(before))], sizes)
             right += _grouped(after, shared, f"f{i}", [f"o{j + k}" for k in range(len(after))], sizes)
@@ -77,9 +78,9 @@ def reshaped(old: Shape, new: Shape) -> Ruled:
 
 
 def _group(old: Shape, new: Shape) -> tuple[Shape, Shape]:
-    """The first dims of either shape that have as many elements."""
+    """The first dims of either shape that have as many elements; all, where there are none such."""
     i = j = 1
-    while (before := math.prod(old[:i])) != (after := math.prod(new[:j])):
+    while (before := math.prod(old[:i])) != (after := math.prod(new[:j])) and (i < len(old) or j < len(new)):
         if i < len(old) and (before < after or j == len(new)):
             i += 1
         else:
