@@ -1,4 +1,4 @@
-"""A model written for one device, put on a mesh by a plan of a few lines: the same loss and gradients as on one device."""
+"""A model written for one device, put on a mesh by a plan of a few lines: the same loss, the same gradients."""
 
 import torch
 from torch import nn

@@ -35,7 +35,7 @@ platform = get_platform()
         (F.unfold, "im2col", False),
         (torch.Tensor.unfold, "unfold", False),
         (nn.init.normal_, "init", True),
-        (torch._foreach_add_, "_foreach_add", True),
+        (torch._foreach_add_, "_foreach_add_", True),
     ],
 )
 def test_functions_have_one_name(function, name, inplace):

@@ -142,6 +142,15 @@ def test_errors_are_those_of_one_device():
             x[index]
         with pytest.raises(IndexError):
             x[index] = 1.0
+    one = distribute_tensor(torch.tensor([True]), mesh, [Replicate()])
+    half = distribute_tensor(torch.tensor([0.5]), mesh, [Replicate()])
+    for index in (one, half, half[0]):
+        with warnings.catch_warnings(), pytest.raises(IndexError):
+            warnings.simplefilter("ignore")
+            x[index]
+        with warnings.catch_warnings(), pytest.raises(IndexError):
+            warnings.simplefilter("ignore")
+            x[index] = 1.0
     for index, value in ((0, [1.0] * 6), (slice(None, None, -1), 1.0)):
         with pytest.raises((TypeError, ValueError)):
             x[index] = value

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import run_ranks
 
 MESHES = [(4,), (2, 2)]
-DRAWS = 6  # layouts for each case, sizes and mesh
+DRAWS = 3  # layouts for each case, sizes and mesh
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
 GROUP = 12  # cases for each job: starting the ranks' world costs more than a case
 

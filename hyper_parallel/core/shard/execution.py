@@ -46,14 +46,15 @@ class Planned:
         self._pair = len(args) == len(tensors) == 2 and all(isinstance(value, DTensor) for value in args)
         self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         simple = self._single and len(self._positions) == len(tensors) and not inplace
-        shapes = [self._moved_shape(tensor, move) for tensor, move in zip(tensors, moves, strict=True)]
-        self._empty = any(0 in shape for shape in (*shapes, *self._expected))
+        self._empty = any(_empty_somewhere(layout, shape) for layout, shape in self._pieces(tensors))
         simple = simple and self._here is None and not self._empty and not any(moves)
         return self._simple_run() if simple else self.run
 
-    @staticmethod
-    def _moved_shape(tensor: DTensor, move: Move) -> Any:
-        return tensor._local.shape if move is None else move[0].local_shape(tensor._shape)
+    def _pieces(self, tensors: Sequence[DTensor]) -> list[tuple[Layout, Any]]:
+        """(layout, shape) of everything that the local call gets and gives."""
+        pairs = zip(tensors, self._moves, strict=True)
+        taken = [(t._layout if move is None else move[0], t._shape) for t, move in pairs]
+        return taken + list(zip(self._layouts, self._shapes, strict=True))
 
     def _simple_run(self) -> Run:
         """The way when nothing moves, every tensor is an argument by itself and there is one result: the short one."""
@@ -138,13 +139,18 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     """The result with all operands in its graph.
 
     An operator may leave out operands of which nothing is there; the ranks that have something would then wait in
-    backward for a sum in which this one takes no part.
+    backward for a sum in which this one takes no part. So where any rank has nothing, all ranks do this.
     """
     if platform.is_floating_point(result):
         for operand in operands:
             if platform.is_recorded(operand) and platform.is_floating_point(operand):
                 result = result + operand.reshape(-1)[:0].sum().to(result.dtype)
     return result
+
+
+def _empty_somewhere(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether some rank has nothing of a tensor: the last one, if any."""
+    return 0 in layout.local_shape(shape, [size - 1 for size in layout.mesh_shape])
 
 
 def _each(shape: Any, layout: Any) -> Any:

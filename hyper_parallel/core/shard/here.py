@@ -40,6 +40,7 @@ class Here:
             for name, axes in plan.orders.items()
         }
         self._mesh_shape = tuple(mesh_shape)
+        self._shapes: dict[int, tuple[int, ...]] = {}
         gone = [factor.name for factor in bound.factors if factor.name in self._spans and not factor.kept]
         self.share = math.prod(self.size(name) / self.whole(name) if self.whole(name) else 1.0 for name in gone)
 
@@ -61,8 +62,9 @@ class Here:
 
     def shape(self, result: int = 0) -> tuple[int, ...]:
         """The shape of this rank's piece of a result."""
-        layout = self.plan.results[result]
-        return tuple(size for _, size in layout.shard_of(self.plan.shapes[result], self.place))
+        if result not in self._shapes:  # views ask at every call
+            self._shapes[result] = self.plan.results[result].local_shape(self.plan.shapes[result], self.place)
+        return self._shapes[result]
 
     @property
     def piece(self) -> int:

@@ -24,6 +24,7 @@ CASES = [
     op("view of one element", lambda x: x.view(()), "11", "", 5),
     op("view of a scalar", lambda x: x.view(1, 1), ".", "", 5),
     op("view of nothing", lambda x: x.view(5, 0, 7), "05", None, 5),
+    op("view of nothing as other dims", lambda x: x.view(0, 3), "02", "d0", 5),
     op("view of nothing as more dims", lambda x: x.view(0, 2, 2), "04", "d0 f1", 5),
     op("view of nothing as less dims", lambda x: x.view(0), "305", None, 5),
     op("view as another type", lambda x: x.view(torch.float64), "ab", R2, 0, ints={0: 9}),

@@ -70,7 +70,8 @@ def _is_known(item: Any) -> bool:
     """Whether an item is one that the rules here can take, of which the shape does not depend on the data."""
     if isinstance(item, list):
         return all(isinstance(one, int) and not isinstance(one, bool) for one in item)
-    return _is_basic(item) or isinstance(item, slice) or (isinstance(item, DTensor) and not _is_mask(item))
+    is_rows = isinstance(item, DTensor) and not _is_mask(item) and not is_inexact(item.dtype)
+    return _is_basic(item) or isinstance(item, slice) or is_rows
 
 
 def _settled(item: Any, input: Any) -> Any:
@@ -312,8 +313,11 @@ def _assign_by_masks(input: Any, items: Sequence[Any], value: Any) -> None:
     single = not isinstance(value, DTensor) or not value.shape
     if single and len(masks) == 1 and others == [ALL] * len(others) and _is_mask(masks[0][1]):
         ((before, mask),) = masks
-        after = len(others) - before
-        input.masked_fill_(mask.bool().reshape((1,) * before + tuple(mask.shape) + (1,) * after), value)
+        shape, after = tuple(mask.shape), len(others) - before
+        indexed = tuple(input.shape)[before : before + len(shape)]
+        if indexed != shape:  # masked_fill would stretch it
+            raise IndexError(f"the shape of the mask, {shape}, is not that of the indexed dims, {indexed}")
+        input.masked_fill_(mask.bool().reshape((1,) * before + shape + (1,) * after), value)
     else:
         input.copy_(DTensor.dispatch(assigned, (input, tuple(items), value), {}))
 
