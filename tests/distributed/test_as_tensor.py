@@ -2,6 +2,7 @@
 """A distributed tensor under the habits of torch's users: in place, out=, grad, data, item, hooks, recompute, modes."""
 
 import copy
+import io
 import threading
 import warnings
 
@@ -368,3 +369,43 @@ def test_a_plain_autograd_function_is_refused_where_it_would_lose_the_gradient()
         kept = x * 2
         same(Doubled.apply(x) + kept, draw(4, 6) * 4)
     same((kept * x).sum(), (draw(4, 6) ** 2 * 2).sum())
+
+
+@on_ranks(2)
+def test_a_change_in_place_of_what_was_gathered_is_differentiated():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    w = put(torch.ones(4, 6, dtype=torch.float64), mesh, S0)
+    for change_origin in (False, True):
+        x = put(draw(4, 6), mesh, S0, True)
+        h = x * 1
+        y = h.redistribute()
+        (h if change_origin else y).mul_(2)
+        F.linear(y, w).sum().backward()
+        same(x.grad, torch.full((4, 6), 4.0 if change_origin else 8.0, dtype=torch.float64))
+    # An operator without a rule, in place.
+    x, true = put(draw(4, 6), mesh, S0, True), draw(4, 6).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (x * 1).renorm_(2, 0, 1.0).mul(draw(4, 6, seed=1).sum()).pow(2).sum().backward()
+    (true * 1).renorm_(2, 0, 1.0).mul(draw(4, 6, seed=1).sum()).pow(2).sum().backward()
+    same(x.grad, true.grad)
+    with pytest.raises(ValueError, match=r"the result has the shape \(6, 4\), but its target \(4, 6\)"):
+        put(draw(4, 6), mesh, R).t_()
+
+
+@on_ranks(2)
+def test_out_without_operands_and_what_is_saved():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for placements in (R, S0, S1):
+        x = put(draw(4, 3), mesh, placements)
+        assert torch.eye(4, 3, out=x) is x
+        same(x, torch.eye(4, 3, dtype=torch.float64))
+    whole = put(torch.zeros(4, 6, dtype=torch.int64), mesh, S0)
+    with pytest.raises(OperatorError, match="a result of torch.float64 does not go into torch.int64"):
+        torch.add(put(draw(4, 6), mesh, S0), 1.0, out=whole)
+    plain = torch.ones(3)
+    DTensor.from_local(plain, mesh, R)
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), plain)

@@ -23,7 +23,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.routes import local_for, versions
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -93,7 +93,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         made = DTensor(local_for(self, target, implicit=False), target, self._shape)
         pairs = zip(self._layout.placements, target.placements, strict=True)
         if any(before.is_shard() and after.is_replicate() for before, after in pairs):
-            made._origin = self  # parts of its gradient go straight back to the shards
+            # Parts of its gradient go straight back to the shards, as long as neither is changed in place.
+            made._origin = self
+            made._origin_versions = versions(self, made)
         return made
 
     def reduce_partial(self) -> DTensor:

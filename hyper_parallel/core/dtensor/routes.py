@@ -41,13 +41,27 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
 
 
 def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool) -> Any:
-    origin = tensor._origin
-    if origin is not None and target is tensor._layout and any(origin._layout.placements[a].is_shard() for a in summed):
+    origin = _origin_for(tensor, target, summed)
+    if origin is not None:
         # It was gathered from shards: the parts of the gradient go back to them by a reduce-scatter.
         return redistribute(
             origin._local, origin._layout, target, tensor._shape, summed, value=tensor._local, implicit=implicit
         )
     return redistribute(tensor._local, tensor._layout, target, tensor._shape, summed, value=value, implicit=implicit)
+
+
+def versions(*tensors: Any) -> tuple[int | None, ...]:
+    """What tells whether any of these shards is changed in place."""
+    return tuple(platform.version_of(tensor._local) for tensor in tensors)
+
+
+def _origin_for(tensor: Any, target: Layout, summed: tuple[int, ...]) -> Any:
+    """What the tensor was gathered from, where the parts of its gradient can go straight back there."""
+    origin = tensor._origin
+    if origin is None or target is not tensor._layout or None in tensor._origin_versions:
+        return None
+    sharded = any(origin._layout.placements[axis].is_shard() for axis in summed)
+    return origin if sharded and versions(origin, tensor) == tensor._origin_versions else None
 
 
 def _known(routes: Any, key: tuple[Any, ...]) -> Any:

@@ -12,7 +12,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced, spec_of
+from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced, spec_of, tensors_in
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Operator
 from hyper_parallel.core.shard.propagate import OpPlan
@@ -166,7 +166,7 @@ class Handled:
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         arguments = self._op.arguments(self._called, args, platform.named(kwargs))
-        if not self._called.inplace:
+        if not self._called.inplace and kwargs.get("inplace") is not True:
             return self._handler(**arguments)
         refuse_copy(self._called.name, tensors[0])
         result = self._handler(**arguments)
@@ -202,15 +202,14 @@ class Whole:
             wholes.append(local_for(tensor, target))
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
-            wholes[0] = platform.clone(wholes[0])
+            wholes[0] = wholes[0].clone()  # in the graph
         shards = iter(wholes)
         result = self._func(*replaced(args, shards), **{name: replaced(v, shards) for name, v in kwargs.items()})
         result = platform.apply_to_tensors(self._wrapped, result)
         return copied_back(tensors[0], result) if self._inplace else result
 
     def _wrapped(self, local: Any) -> DTensor:
-        layout = Layout.from_device_mesh(self._mesh)([Replicate()] * self._mesh.ndim).bind(len(local.shape))
-        return DTensor(local, layout, local.shape)
+        return _on_all(self._mesh, local)
 
 
 class Back:
@@ -239,11 +238,28 @@ class Into:
         """The operator on these arguments."""
         kwargs = dict(kwargs)
         out = kwargs.pop("out")
-        results = self._dispatch(self._func, args, kwargs, self._called)
-        for target, result in zip(*(x if isinstance(x, (list, tuple)) else (x,) for x in (out, results)), strict=True):
+        targets = out if isinstance(out, (list, tuple)) else (out,)
+        if any(isinstance(t, DTensor) for t in tensors_in((args, kwargs))):
+            results = self._dispatch(self._func, args, kwargs, self._called)
+        else:  # such as eye(3, out=x): the same on every rank
+            results = platform.apply_to_tensors(lambda t: replicated(t, targets[0]), self._func(*args, **kwargs))
+        found = results if isinstance(results, (list, tuple)) else (results,)
+        for target, result in zip(targets, found, strict=True):
             refuse_copy(self._called.name, target)
+            if platform.is_floating_point(result) and not platform.is_floating_point(target):
+                raise OperatorError(f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}")
             copied_back(target, result)
         return out
+
+
+def _on_all(mesh: Any, local: Any) -> DTensor:
+    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
+    return DTensor(local, layout, local.shape)
+
+
+def replicated(local: Any, like: DTensor) -> DTensor:
+    """A plain tensor that every rank has, on the mesh of another."""
+    return _on_all(like.device_mesh, local)
 
 
 def copied_back(target: DTensor, result: DTensor) -> DTensor:

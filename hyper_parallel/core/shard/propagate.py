@@ -50,7 +50,12 @@ def propagate(
     if chosen is None:
         return None
     made = plan_for(bound, chosen, call.mesh, call.orders(chosen))
-    stays = not inplace or made.operands[0] is made.results[0] is call.first
+    first = bound.operands[0]
+    stays = not inplace or (
+        made.operands[0] is made.results[0] is call.first
+        and isinstance(first, BoundTensor)
+        and tuple(made.shapes[0]) == tuple(first.shape)
+    )
     return made if stays else None
 
 

@@ -25,6 +25,7 @@ class DTensorBase(torch.Tensor):
     _shape: torch.Size
     _routes: Any = None  # the shard by other routes, as they are asked for
     _origin: DTensorBase | None = None  # what it was redistributed from
+    _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype

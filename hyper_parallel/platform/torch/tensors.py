@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.platform.platform import Called, Platform
 from hyper_parallel.platform.torch import operators
@@ -32,6 +33,9 @@ ALIASES = {
     "long": "int64",
     "bool_": "bool",
 }
+
+
+_MEMORIES: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 
 
 class Tensors(Platform):
@@ -179,11 +183,11 @@ class Tensors(Platform):
         return None if tensor.is_inference() else tensor._version
 
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
-        memory = tensor.__dict__.get("_hyper_parallel_memory")
+        # Beside the tensor, not on it: what is on it would be saved and copied with it.
+        memory = _MEMORIES.get(tensor)
         if memory is None:
             # The graph of what is made from a leaf holds the leaf: a strong reference would be a cycle for ever.
-            memory = WeakValueDictionary() if tensor.is_leaf else {}
-            tensor.__dict__["_hyper_parallel_memory"] = memory
+            memory = _MEMORIES[tensor] = WeakValueDictionary() if tensor.is_leaf else {}
         return memory
 
     # --- devices and randomness

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.shard.execution import replicated
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.core.shard.ops.views import ints
 from hyper_parallel.platform import get_platform
@@ -20,13 +19,6 @@ from hyper_parallel.platform import get_platform
 platform = get_platform()
 
 OPTIONS = "*, dtype=None, layout=None, device=None, pin_memory=False, requires_grad=False, memory_format=None"
-
-
-def replicated(local: Any, like: Any) -> DTensor:
-    """A plain tensor that every rank has, on the mesh of another."""
-    mesh = like.device_mesh
-    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
-    return DTensor(local, layout, tuple(local.shape))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Sh
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard import execution
 from hyper_parallel.core.shard.arguments import one_mesh
-from hyper_parallel.core.shard.ops.creation import replicated
+from hyper_parallel.core.shard.execution import replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact, is_zero
 from hyper_parallel.core.shard.ops.views import moved, positions

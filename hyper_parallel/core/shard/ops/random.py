@@ -15,8 +15,8 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device, seed_of_piece
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard import execution
+from hyper_parallel.core.shard.execution import replicated
 from hyper_parallel.core.shard.here import Here
-from hyper_parallel.core.shard.ops.creation import replicated
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.core.shard.ops.pointwise import ONE, SCALED, itself
 from hyper_parallel.core.shard.rule import Rule
