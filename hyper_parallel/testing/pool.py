@@ -35,7 +35,7 @@ from hyper_parallel.testing.job import Job, Outcome, Target
 
 LONGEST_RUN = 60.0  # seconds, unless the caller says
 LONGEST_IDLE = 5.0  # seconds in which no rank uses the processor: they wait for each other
-IDLE_SHARE = 0.02  # of one core, for each rank: what threads that only wake up now and then may use
+IDLE_SHARE = 0.05  # of one core, for each rank: what threads that only wake up now and then may use
 GRACE = 2.0  # seconds for the other ranks to notice that one has failed
 START = 60.0
 
