@@ -256,7 +256,9 @@ class _Comparison:
         local = [self._differentiate(place, inputs[r], [g[r] for g in arriving]) for r, place in enumerate(ranks)]
         for i, found in enumerate(zip(*local, strict=True)):
             true = gradients[self.caught.ours[i]]
-            if true is None or found[0] is None:
+            if (true is None) != (found[0] is None):
+                raise AssertionError(f"operand {self.caught.rules[i]} has a gradient in one call and none in the other")
+            if true is None:
                 continue
             parts = [REPLICATE if place == SUM else place for place in leaving[i]]
             right = self._hand_down(true, held[i], places_in[i], parts, self.mesh)

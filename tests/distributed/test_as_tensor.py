@@ -181,10 +181,9 @@ def test_hooks_see_the_whole_gradient():
     assert seen[-1] is True
     same(x.grad, 2 * true.grad)
     h = (put(data, mesh, S0, True) * 1).redistribute()
-    y = F.linear(h, weight)
+    F.linear(h, weight)
     with pytest.raises(RuntimeError, match="register_hook: the tensor was gathered and used already"):
         h.register_hook(print)
-    del y
 
 
 @on_ranks(2)
@@ -197,7 +196,6 @@ def test_values_leave_as_numbers_arrays_and_text():
         assert total.item() == pytest.approx(data.sum().item())
         assert float(total) == pytest.approx(data.sum().item())
         assert f"{total:.6f}" == f"{data.sum():.6f}"
-        assert x.tolist() == pytest.approx(data.tolist()) if False else len(x.tolist()) == 4
         same(torch.tensor(x.tolist(), dtype=torch.float64), data)
         same(torch.from_numpy(x.numpy()), data)
         assert bool(x.sum() > 1e9) is False
@@ -249,7 +247,7 @@ def test_autocast_and_recompute():
 def test_modes():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     data = draw(4, 6)
-    rows, columns, whole = (put(data, mesh, p) for p in (S0, S1, R))
+    rows, columns = put(data, mesh, S0), put(data, mesh, S1)
     with explicit():
         assert (rows * rows).placements == (Shard(0),)
         with pytest.raises(
@@ -280,7 +278,6 @@ def test_modes():
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     with pytest.raises(OperatorError, match="add: its tensors lie on different meshes"):
         rows + distribute_tensor(data, other, [Replicate(), Shard(0)])
-    del whole
 
 
 @on_ranks(2)

@@ -112,7 +112,7 @@ def test_a_plan_by_name_in_either_form():
     expected, y = truth()
     plan = ShardingPlan(
         plan={
-            "up.*": ("tp", "None")[:1] if False else [Replicate(), Shard(0)],
+            "up.*": [Replicate(), Shard(0)],
             "down.weight": ("None", "tp"),
             "norm.*": [Replicate(), Replicate()],
         },

@@ -16,18 +16,21 @@ def _is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_OURS) and package not in _FRAMEWORKS
 
 
+def _users_frame() -> tuple[FrameType | None, int]:
+    """The user's frame, and how many frames it is above the caller of the caller."""
+    frame: FrameType | None = sys._getframe(2)
+    level = 1
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    return frame, level
+
+
 def users_line() -> str:
     """file:line of the user's code; nothing where there is none, as in a thread of the framework."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame):
-        frame = frame.f_back
+    frame, _ = _users_frame()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
 def users_level() -> int:
     """The ``stacklevel`` with which the caller of this function warns at the user's line."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and not _is_users(frame):
-        frame, level = frame.f_back, level + 1
-    return level
+    return _users_frame()[1]

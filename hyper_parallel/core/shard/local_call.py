@@ -14,6 +14,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.shard.arguments import replaced, tensors_in
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -32,15 +33,11 @@ def run_between(
     ``layouts``: for every distributed tensor among the arguments, in their order, the layout in which it is taken.
     ``results``: a layout for every result (None leaves one plain), or one for a single result.
     """
-    tensors = [t for t in _tensors((*args, kwargs)) if isinstance(t, DTensor)]
+    tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     used = _used_axes([*layouts, *outputs])
     shards = iter([local_for(t, *_route(t, layout, used)) for t, layout in zip(tensors, layouts, strict=True)])
-
-    def shard(value: Any) -> Any:
-        return next(shards) if isinstance(value, DTensor) else value
-
-    made = function(*platform.tree_map(shard, tuple(args)), **platform.tree_map(shard, kwargs))
+    made = function(*replaced(args, shards), **{name: replaced(value, shards) for name, value in kwargs.items()})
     even = all(_is_even(t._shape, layout or t._layout) for t, layout in zip(tensors, layouts, strict=True))
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
@@ -48,12 +45,6 @@ def run_between(
         raise ValueError(f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}")
     wrapped = [_wrapped(name, value, layout, even) for value, layout in zip(found, outputs, strict=True)]
     return type(made)(wrapped) if several and type(made) in (list, tuple) else tuple(wrapped) if several else wrapped[0]
-
-
-def _tensors(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    platform.apply_to_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
-    return found
 
 
 def _used_axes(layouts: Sequence[Any]) -> set[int]:

@@ -163,19 +163,24 @@ class DTensorBase(torch.Tensor):
     def _backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
-        """From every rank's shard: the gradient of a pending sum is the same for every part."""
-        target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
-        if isinstance(gradient, DTensorBase):
-            gradient = self._in_gradient_layout(gradient)
-        elif gradient is None and self._shape.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        elif gradient is not None and gradient.dim():
-            raise TypeError(f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
-        if gradient is None:
-            gradient = torch.ones_like(target._local)
+        """From every rank's shard."""
+        shard, gradient = self._seed(gradient)
         if inputs is not None:
             inputs = [one._local if isinstance(one, DTensorBase) else one for one in _several(inputs)]
-        torch.autograd.backward(target._local, gradient, retain_graph, create_graph, inputs=inputs)
+        torch.autograd.backward(shard, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def _seed(self, gradient: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
+        target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
+        if isinstance(gradient, DTensorBase):
+            return target._local, self._in_gradient_layout(gradient)
+        if gradient is None:
+            if self._shape.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            return target._local, torch.ones_like(target._local)
+        if gradient.dim():
+            raise TypeError(f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
+        return target._local, gradient
 
     def _watched(self, what: str) -> None:
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
@@ -224,31 +229,16 @@ def _grad(
         raise NotImplementedError("autograd.grad: is_grads_batched is not supported for distributed tensors")
     outputs, inputs = _several(outputs), _several(inputs)
     given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
-    locals_out, arriving = [], []
-    for output, gradient in zip(outputs, given, strict=True):
-        if not isinstance(output, DTensorBase):
-            locals_out.append(output)
-            arriving.append(gradient)
-            continue
-        target = output if all(op in (None, "sum") for op in output._layout.partial) else output.reduce_partial()
-        if gradient is None and output._shape.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        locals_out.append(target._local)
-        arriving.append(
-            output._in_gradient_layout(gradient)
-            if isinstance(gradient, DTensorBase)
-            else torch.ones_like(target._local)
-            if gradient is None
-            else gradient
-        )
+    pairs = zip(outputs, given, strict=True)
+    seeds = [out._seed(grad) if isinstance(out, DTensorBase) else (out, grad) for out, grad in pairs]
     for one in inputs:
         if isinstance(one, DTensorBase):
             one._watched("autograd.grad")
     leaves = [one._local if isinstance(one, DTensorBase) else one for one in inputs]
     found = torch.autograd.grad(
-        locals_out,
+        [out for out, _ in seeds],
         leaves,
-        arriving,
+        [grad for _, grad in seeds],
         retain_graph=retain_graph,
         create_graph=create_graph,
         allow_unused=allow_unused,
