@@ -119,6 +119,6 @@ def test_no_plan_is_worse_than_the_best_of_all(drawn):
     source, target, shape = drawn
     found = plan(source, target, shape, 4)
     assert found.cost == cheapest(source, target, shape, 4)
-    layouts = [found.source, *found.layouts()]
+    layouts = [found.source, *found.layouts]
     assert layouts[-1] is found.target
     assert all(a is not b for a, b in itertools.pairwise(layouts))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut
@@ -23,6 +22,7 @@ from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.transform import chunk_sizes
 
 LINEAR = ("sum", "avg")
+_TAG = 0x7264  # shards must not be taken for what the user sends in the same group
 
 
 def redistribute(
@@ -42,20 +42,47 @@ def redistribute(
     ``value``: the result, where it is known from before; nothing is communicated then, except in backward.
     ``implicit``: nobody asked for it by name; the ledger tells.
     """
-    ndim = len(shape)
+    ndim, platform = len(shape), get_platform()
     source, target = source.bind(ndim), target.bind(ndim)
-    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
-        # A maximum is not linear in its parts: it is taken first, and its gradient goes to the part that won.
-        if isinstance(before, Partial) and before.reduce_op not in LINEAR and after != before:
-            with cause(implicit):
-                local = _functions()["reduce"].apply(local, source, axis)
-            source, value = _with(source, axis, Replicate()), None
+    for axis in _reduced_first(source, target):
+        with cause(implicit):
+            local = _functions()["reduce"].apply(local, source, axis)
+        source, value = _with(source, axis, Replicate()), None
+    if source is target and not summed:
+        return local
+    way = _Way(source, target, _arriving(target, tuple(summed)), tuple(shape), implicit)
+    if platform.is_recorded(local):
+        return _functions()["redistribute"].apply(local, value, way)
+    return _moved(way, local, value)
+
+
+def _moved(way: _Way, local: Any, value: Any) -> Any:
+    """The shard by this way, outside the graph; a tensor of its own, which may share its memory."""
+    if value is None:
+        with cause(way.implicit):
+            value = run(plan(way.source, way.target, way.shape, get_platform().get_element_size(local)), local)
+    return value.detach()
+
+
+@functools.lru_cache(maxsize=4096)
+def _reduced_first(source: Layout, target: Layout) -> tuple[int, ...]:
+    """The axes of reductions that are not linear in their parts: they are taken first, and their gradient goes to the
+    part that won."""
+    pairs = enumerate(zip(source.placements, target.placements, strict=True))
+    return tuple(
+        axis
+        for axis, (before, after) in pairs
+        if isinstance(before, Partial) and before.reduce_op not in LINEAR and after != before
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _arriving(target: Layout, summed: tuple[int, ...]) -> Layout:
+    """How the gradient arrives."""
     arriving = gradient_layout(target)
     for axis in summed:
         arriving = _with(arriving, axis, Partial())
-    if source is target and not summed:
-        return local
-    return _functions()["redistribute"].apply(local, value, _Way(source, target, arriving, tuple(shape), implicit))
+    return arriving
 
 
 class _Way(NamedTuple):
@@ -75,15 +102,17 @@ class _Cause(threading.local):
 _CAUSE = _Cause()
 
 
-@contextmanager
-def cause(implicit: bool) -> Iterator[None]:
+class cause:  # noqa: N801 - a context, quicker than a generator
     """What is communicated inside was asked for by name, or was not."""
-    before = _CAUSE.implicit
-    _CAUSE.implicit = implicit
-    try:
-        yield
-    finally:
-        _CAUSE.implicit = before
+
+    def __init__(self, implicit: bool) -> None:
+        self._implicit = implicit
+
+    def __enter__(self) -> None:
+        self._before, _CAUSE.implicit = _CAUSE.implicit, self._implicit
+
+    def __exit__(self, *_: object) -> None:
+        _CAUSE.implicit = self._before
 
 
 def is_implicit() -> bool:
@@ -98,13 +127,11 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def run(steps: Plan, local: Any) -> Any:
-    """This rank's shard after the plan, outside the graph."""
-    platform = get_platform()
-    before = steps.source
-    with platform.no_grad():
-        for step, after in zip(steps.steps, steps.layouts(), strict=True):
-            local = _RUN[step.kind](_At(platform, step, before, steps.shape), local)
-            before = after
+    """This rank's shard after the plan; for a shard that is not recorded, or where nothing is."""
+    platform, before = get_platform(), steps.source
+    for step, after in zip(steps.steps, steps.layouts, strict=True):
+        local = _RUN[step.kind](_At(platform, step, before, steps.shape), local)
+        before = after
     return local
 
 
@@ -118,11 +145,14 @@ class _At(NamedTuple):
 
     @property
     def group(self) -> Any:
-        return self.before.mesh.get_group(self.step.axis)
+        mesh = self.before.mesh
+        if self.step.axes:
+            return self.platform.create_group(mesh.ranks_along(self.step.axes))
+        return mesh.get_group(self.step.axis)
 
     @property
     def place(self) -> tuple[int, ...]:
-        return self.before.mesh.own_coordinate(f"redistributing {self.before}")
+        return self.before.mesh.own_coordinate("redistribute")
 
     def sizes_along(self, dim: int) -> list[int]:
         """The sizes of the pieces into which the step's axis, the innermost one, has cut this rank's part of a dim."""
@@ -132,8 +162,8 @@ class _At(NamedTuple):
 
     def boxes(self, coordinate: Sequence[int]) -> tuple[Box, Box]:
         """What a place of the mesh has before the step, and what it has after an exchange."""
-        sizes = self.before.mesh_shape
-        return tuple(box(self.shape, axes, sizes, coordinate) for axes in (self.before.dim_axes, self.step.target))  # type: ignore[return-value]
+        sizes, target = self.before.mesh_shape, self.step.target or self.before.dim_axes
+        return tuple(box(self.shape, axes, sizes, coordinate) for axes in (self.before.dim_axes, target))  # type: ignore[return-value]
 
 
 def _slice(at: _At, local: Any) -> Any:
@@ -167,6 +197,9 @@ def _part(at: _At, local: Any) -> Any:
 
 def _exchange(at: _At, local: Any) -> Any:
     """Sends every rank what it will have and this one has; of several that have it, the one in its own line sends."""
+    partners = _partners(at.before, at.step, at.shape, at.place)
+    if partners is not None:
+        return _handed_over(at, local, *partners)
     mesh, own = at.before.mesh, at.place
     ranks = mesh.ranks_along(at.step.axes)
     copied = [axis for axis in at.step.axes if not any(axis in axes for axes in at.before.dim_axes)]
@@ -187,6 +220,74 @@ def _exchange(at: _At, local: Any) -> Any:
         flat, [volume(part) for part in sends], [volume(part) for part in receives], at.platform.create_group(ranks)
     )
     return _assembled(at.platform, received, receives, want)
+
+
+@functools.lru_cache(maxsize=4096)
+def _partners(before: Layout, step: Step, shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, int] | None:
+    """Whose shard this rank gets as it is, and which rank gets this one's; None unless every rank gets a whole one.
+
+    All shards have one shape. No rank sends to one and receives from another: on some backends they would wait for
+    each other.
+    """
+    mesh, sizes = before.mesh, before.mesh_shape
+    copied = [axis for axis in step.axes if not any(axis in axes for axes in before.dim_axes)]
+    places = {rank: mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(step.axes)}
+    have, want = (
+        {rank: box(shape, axes, sizes, place) for rank, place in places.items()}
+        for axes in (before.dim_axes, step.target)
+    )
+    if len({tuple(size for _, size in one) for side in (have, want) for one in side.values()}) != 1:
+        return None
+    origins: dict[int, int] = {}
+    targets: dict[int, int] = {}
+    for rank, place in places.items():
+        line = [other for other, at in places.items() if all(at[axis] == place[axis] for axis in copied)]
+        found = [other for other in line if have[other] == want[rank]]
+        if len(found) != 1:
+            return None
+        origins[rank] = found[0]
+        if found[0] != rank and targets.setdefault(found[0], rank) != rank:
+            return None
+    if any(origins[rank] not in (rank, target) for rank, target in targets.items()):
+        return None
+    [rank] = [rank for rank, place in places.items() if place == own]
+    return origins[rank], targets.get(rank, rank)
+
+
+def _handed_over(at: _At, local: Any, origin: int, target: int) -> Any:
+    """The shard that this rank gets, when those who change places know each other."""
+    platform, own, group = at.platform, at.before.mesh.rank, at.group  # all make the group, also who stays out
+    if origin == target:
+        return local if origin == own else platform.p2p_exchange(local, target, group)
+    if origin == own:
+        platform.isend(local, target, group, _TAG).wait()
+        return local
+    received = platform.empty_like(local)
+    platform.irecv(received, origin, group, _TAG).wait()
+    return received
+
+
+def _gather(at: _At, local: Any) -> Any:
+    """Every rank's shard, one after the other, and each put where it belongs."""
+    mesh, sizes = at.before.mesh, at.before.mesh_shape
+    kept = [tuple(axis for axis in axes if axis not in at.step.axes) for axes in at.before.dim_axes]
+    want = box(at.shape, kept, sizes, at.place)
+    parts = [at.boxes(mesh.coordinate_of(rank) or ())[0] for rank in mesh.ranks_along(at.step.axes)]
+    counts = [volume(part) for part in parts]
+    received = at.platform.get_tensor_transform().all_gather(local.reshape(-1), 0, at.group, counts)
+    if _are_rows(parts, want):
+        return received.reshape([size for _, size in want])
+    return _assembled(at.platform, received, parts, want)
+
+
+def _are_rows(parts: Sequence[Box], want: Box) -> bool:
+    """Whether the parts, one after the other in memory, are the whole already."""
+    (start, _), *others = want
+    for (offset, size), *rest in parts:
+        if offset != start or rest != others:
+            return False
+        start += size
+    return True
 
 
 def _nothing(inside: Box) -> Box:
@@ -218,6 +319,7 @@ _RUN: dict[str, Callable[[_At, Any], Any]] = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "part": _part,
+    "gather": _gather,
     "exchange": _exchange,
 }
 
@@ -238,10 +340,7 @@ def _functions() -> dict[str, Any]:
         @staticmethod
         def forward(ctx: Any, local: Any, value: Any, way: _Way) -> Any:
             ctx.way = way
-            if value is None:
-                with cause(way.implicit):
-                    value = run(plan(way.source, way.target, way.shape, platform.get_element_size(local)), local)
-            return value.detach()  # a tensor of its own in the graph, which may share its memory
+            return _moved(way, local, value)
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
@@ -267,6 +366,7 @@ def _functions() -> dict[str, Any]:
     return {"redistribute": Redistribute, "reduce": Reduce}
 
 
+@functools.lru_cache(maxsize=4096)
 def _share_of_parts(source: Layout, target: Layout) -> float:
     """What an averaged part contributes: one over the number of parts, for every average that was taken."""
     taken = [

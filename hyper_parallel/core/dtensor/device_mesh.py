@@ -37,6 +37,7 @@ class DeviceMesh:
         self._key = (device_type, self.mesh_shape, self.rank_list, self._names)
         self._hash = hash(self._key)
         self._root: DeviceMesh | None = None
+        self._coordinates: dict[int, tuple[int, ...] | None] = {}  # of ranks that were asked for
         self._parts: dict[str, DeviceMesh] = {}  # flattened axes, by name
         self._lines: dict[tuple[int, int], tuple[int, ...]] = {}  # (axis, rank) -> the ranks of that line
 
@@ -111,8 +112,10 @@ class DeviceMesh:
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """A rank's place along each axis; None if it is not in the mesh."""
-        found = np.argwhere(self._ranks == rank)
-        return tuple(found[0].tolist()) if len(found) else None
+        if rank not in self._coordinates:
+            found = np.argwhere(self._ranks == rank)
+            self._coordinates[rank] = tuple(found[0].tolist()) if len(found) else None
+        return self._coordinates[rank]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank's place along an axis; on a mesh of one axis that one."""
@@ -134,7 +137,8 @@ class DeviceMesh:
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The group of the ranks that differ from this one only along an axis; made when first asked for."""
         axis = self._axis(mesh_dim) if mesh_dim is not None else self._only_axis("get_group")
-        return get_platform().create_group(self.get_rank_list_along_axis(axis))
+        ranks, platform = self.get_rank_list_along_axis(axis), get_platform()
+        return platform.get_created_group(ranks) or platform.create_group(ranks)
 
     def get_all_groups(self) -> list[Any]:
         """The group of every axis."""

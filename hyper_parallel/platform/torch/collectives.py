@@ -44,13 +44,13 @@ class Collectives(Groups):
         check_reducible("all_reduce", data, op, group)
         self._announce(lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group))
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
-        buffer = data.detach().contiguous()
-        if gloo.is_used(group, data) and gloo.is_small(data):
+        buffer = as_stored(data)
+        if group.size() > 2 and gloo.is_used(group, data) and gloo.is_small(data):  # a ring of two is an exchange
             pieces = buffer.new_empty((group.size(), *buffer.shape))
             work = self._call("all_reduce", group, lambda: gloo.all_gather(pieces, buffer, group))
             return self._result(
                 data,
-                Handle(work, "all_reduce", group, lambda: _copy_into(data, gloo.reduce_pieces(pieces, op))),
+                Handle(work, "all_reduce", group, lambda: gloo.reduce_pieces(pieces, op, data.detach())),
                 async_op,
             )
         native = _native_op(op, data)
@@ -63,7 +63,7 @@ class Collectives(Groups):
         check_tensor("all_gather_into_tensor", data)
         received = data.nbytes * (group.size() - 1)
         self._announce(lambda: Call.on("all_gather_into_tensor", data), group, received)
-        source = data.detach().contiguous()
+        source = as_stored(data)
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
         gather = gloo.all_gather if gloo.is_used(group, data) else _native_all_gather
@@ -83,7 +83,7 @@ class Collectives(Groups):
         if data.dim() == 0 or data.shape[0] % size:
             raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
         self._announce(lambda: Call.on(call, data, op), group, _share(data, group))
-        source = data.detach().contiguous()
+        source = as_stored(data)
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
         if not gloo.is_used(group, data):
             work = self._call(
@@ -123,7 +123,7 @@ class Collectives(Groups):
         self._check_member("broadcast", "src", src, resolved)
         received = 0 if src == self.get_rank() else data.nbytes
         self._announce(lambda: Call.on("broadcast", data, f"src {src}"), resolved, received)
-        buffer = data.detach().contiguous()
+        buffer = as_stored(data)
         work = self._call(
             "broadcast",
             resolved,
@@ -136,7 +136,7 @@ class Collectives(Groups):
         resolved = self._group("isend", group)
         check_tensor("isend", tensor)
         self._check_peer("isend", "dst", dst, resolved)
-        source = tensor.detach().contiguous()
+        source = as_stored(tensor)
         call = f"isend to rank {dst}"
         self._tell("isend", (self.get_rank(), dst), 0)
         work = self._call(call, resolved, lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag))
@@ -147,7 +147,7 @@ class Collectives(Groups):
         check_tensor("irecv", tensor)
         if src is not None:
             self._check_peer("irecv", "src", src, resolved)
-        buffer = tensor.detach().contiguous()
+        buffer = as_stored(tensor)
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
         self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
         work = self._call(call, resolved, lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag))
@@ -195,7 +195,7 @@ class Collectives(Groups):
             facts = (source.dtype, *source.shape[1:])
             sends, receives = tuple(input_splits), tuple(output_splits)
             self._announce(lambda: Call(call, facts, sends, receives), group, others * row)
-        source = source.detach().contiguous()
+        source = as_stored(source)
         output = source.new_empty(tuple(shape))
         work = self._call(
             call,
@@ -249,6 +249,11 @@ class Collectives(Groups):
         self._check_member(call, name, rank, group)
         if rank == self.get_rank():
             raise ValueError(f"{call}: {name} is this rank, {rank}, itself")
+
+
+def as_stored(data: torch.Tensor) -> torch.Tensor:
+    """The tensor without gaps in memory and without a sign or a conjugation that is only noted: backends see memory."""
+    return data.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def check_tensor(call: str, data: Any) -> None:

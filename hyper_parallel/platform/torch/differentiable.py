@@ -18,6 +18,7 @@ from torch.autograd import Function
 from hyper_parallel.platform.torch import gloo
 from hyper_parallel.platform.torch.collectives import (
     Collectives,
+    as_stored,
     check_reducible,
     check_tensor,
 )
@@ -40,6 +41,8 @@ class Differentiable(Collectives):
     def differentiable_all_reduce(self, data: Any, op: str, group: Any) -> Any:
         resolved = self._group("differentiable_all_reduce", group)
         check_tensor("differentiable_all_reduce", data)
+        if not self.is_recorded(data):
+            return self.all_reduce(data.detach().clone(memory_format=torch.contiguous_format), resolved, op=op)
         check_reducible("differentiable_all_reduce", data, op, resolved)
         return _AllReduce.apply(data, op, resolved, self)
 
@@ -421,7 +424,7 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, platform: Differentiable) -> Any:
         ctx.peer, ctx.group, ctx.platform = peer, group, platform
-        source = tensor.detach().contiguous()
+        source = as_stored(tensor)
         output = torch.empty_like(source)
         call = f"p2p_exchange with rank {peer}"
         platform._tell("p2p_exchange", (platform.get_rank(), peer), source.nbytes)

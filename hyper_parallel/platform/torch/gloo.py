@@ -33,9 +33,10 @@ _carries: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 def is_used(group: dist.ProcessGroup, data: torch.Tensor) -> bool:
     """Whether gloo carries this tensor in this group."""
-    if group not in _carries:
-        _carries[group] = "gloo" in dist.get_backend_config(group)
-    return data.device.type == "cpu" and _carries[group]
+    carries = _carries.get(group)
+    if carries is None:
+        carries = _carries[group] = "gloo" in dist.get_backend_config(group)
+    return carries and data.device.type == "cpu"
 
 
 def carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,18 +63,13 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
 
 
 def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
-    """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces."""
-    if op == "sum":
-        result = torch.sum(pieces, 0, dtype=pieces.dtype)  # dtype: sum() and prod() widen small integers
-    elif op == "avg":
-        result = torch.mean(pieces, 0)
-    elif op == "max":
-        result = torch.amax(pieces, 0)
-    elif op == "min":
-        result = torch.amin(pieces, 0)
-    else:
-        result = torch.prod(pieces, 0, dtype=pieces.dtype)
-    return result if output is None else output.copy_(result)
+    """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces; outside the graph."""
+    with torch.no_grad():
+        if op in ("sum", "prod"):
+            dtype = pieces.dtype  # else small integers are widened
+            return (torch.sum if op == "sum" else torch.prod)(pieces, 0, dtype=dtype, out=output)
+        reduce: Any = {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op]
+        return reduce(pieces, 0, out=output)
 
 
 def is_small(data: torch.Tensor) -> bool:
