@@ -170,13 +170,16 @@ class Layout:
     def shard_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
         """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
         bound, place = self.bind(len(shape)), self._coordinate(coordinate)
+        sizes = self.mesh.mesh_shape
         return tuple(
-            cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes])
+            cut(size, [(sizes[axis], place[axis]) for axis in axes]) if axes else (0, size)
             for size, axes in zip(shape, bound.dim_axes, strict=True)
         )
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """The shape of the shard at a place of the mesh, this rank's if none is given."""
+        if not any(self.bind(len(shape)).dim_axes):
+            return tuple(shape)
         return tuple(size for _, size in self.shard_of(shape, coordinate))
 
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ operands[0].dims == (("...[-2]",), ("{dim}",), ("...[-1]",))       results[0].sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
@@ -21,14 +21,31 @@ Dim = tuple[str, ...]
 class BoundTensor:
     """The factors of every dim, outermost first; a dim without factors has size one and only stretches."""
 
-    label: str
+    place: str  # such as "operand 0"
+    pattern: Tensor
     dims: tuple[Dim, ...]
     shape: tuple[int, ...]
-    added: bool = False
+
+    @property
+    def added(self) -> bool:
+        """Whether it is added to the sum."""
+        return self.pattern.added
+
+    @property
+    def label(self) -> str:
+        """What it is called in errors."""
+        return _label(self.place, self.pattern)
 
     def find(self, factor: str) -> int | None:
         """The dim in which the factor is."""
-        return next((i for i, dim in enumerate(self.dims) if factor in dim), None)
+        for i, dim in enumerate(self.dims):
+            if factor in dim:
+                return i
+        return None
+
+
+def _label(place: str, pattern: Tensor) -> str:
+    return f"{place} '{pattern}'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,41 +111,42 @@ class _Binder:
         return tuple(self._operand(i, pattern, shapes[i]) for i, pattern in enumerate(patterns))
 
     def _operand(self, number: int, pattern: Tensor, shape: Any) -> BoundTensor | tuple[BoundTensor, ...] | None:
-        label = f"operand {number} '{pattern}'"
+        place = f"operand {number}"
         if shape is None:
             return None
         if pattern.listed:
             if not shape or any(isinstance(size, int) for size in shape):
-                self._fail(f"{label}: expected the shapes of one or more tensors, got {shape!r}")
-            return tuple(self._tensor(pattern, one, f"{label}[{i}]") for i, one in enumerate(shape))
-        return self._tensor(pattern, shape, label)
+                self._fail(f"{_label(place, pattern)}: expected the shapes of one or more tensors, got {shape!r}")
+            return tuple(self._tensor(pattern, one, f"{place}[{i}]") for i, one in enumerate(shape))
+        return self._tensor(pattern, shape, place)
 
-    def _tensor(self, pattern: Tensor, shape: Any, label: str) -> BoundTensor:
+    def _tensor(self, pattern: Tensor, shape: Any, place: str) -> BoundTensor:
         if not all(isinstance(size, int) for size in shape):
-            self._fail(f"{label}: expected a shape, got {shape!r}")
-        dims = self._spread(pattern, len(shape), label)
-        rest = sum(dim[0].startswith(REST) for dim in dims if dim)
+            self._fail(f"{_label(place, pattern)}: expected a shape, got {shape!r}")
+        made = BoundTensor(place, pattern, self._spread(pattern, len(shape), place), tuple(shape))
+        rest = sum(dim[0].startswith(REST) for dim in made.dims if dim)
         if self._broadcast == "none" and Rest() in pattern.dims and self._rest not in (-1, rest):
-            self._fail(f"{label}: '...' must stand for {self._rest} dims as before, got shape {tuple(shape)}")
+            self._fail(f"{made.label}: '...' must stand for {self._rest} dims as before, got shape {made.shape}")
         self._rest = max(self._rest, rest)
-        for dim, size in zip(dims, shape, strict=True):
+        for dim, size in zip(made.dims, shape, strict=True):
             if not dim and size != 1:
-                self._fail(f"{label}: '=1' must point to dims of size 1, got shape {tuple(shape)}")
-        return BoundTensor(label, dims, tuple(shape), pattern.added)
+                self._fail(f"{made.label}: '=1' must point to dims of size 1, got shape {made.shape}")
+        return made
 
-    def _spread(self, pattern: Tensor, ndim: int, label: str) -> tuple[Dim, ...]:
+    def _spread(self, pattern: Tensor, ndim: int, place: str) -> tuple[Dim, ...]:
         """The factors of every dim of a tensor with so many dims: what attributes point to, and the others in order."""
         others = [dim for dim in pattern.dims if not isinstance(dim, At)]
         fixed = sum(not isinstance(dim, Rest) for dim in others)
         placed: dict[int, Dim] = {}
         for dim in pattern.dims:
             if isinstance(dim, At):
-                self._place(dim, ndim, ndim - fixed, label, placed)
+                self._place(dim, ndim, ndim - fixed, _label(place, pattern), placed)
         rest = ndim - len(placed) - fixed
         if rest < 0 and pattern.added and Rest() not in others and self._broadcast != "none":
             others, rest = others[-rest:], 0  # an added operand may have fewer dims than its sum
         if rest < 0 or (rest and Rest() not in others):
-            self._fail(f"{label}: expected {len(placed) + fixed} dims{' or more' * (Rest() in others)}, got {ndim}")
+            more = " or more" * (Rest() in others)
+            self._fail(f"{_label(place, pattern)}: expected {len(placed) + fixed} dims{more}, got {ndim}")
         line: list[Dim] = []
         for dim in others:
             line += [(f"{REST}[{i}]",) for i in range(-rest, 0)] if isinstance(dim, Rest) else [dim.factors]
@@ -225,14 +243,14 @@ class _Binder:
         counts = [len(self._pointed(dim.attr)) for dim in pattern.dims if isinstance(dim, At)]
         others = sum(not isinstance(dim, (At, Rest)) for dim in pattern.dims)
         ndim = sum(counts) + others + (max(self._rest, 0) if Rest() in pattern.dims else 0)
-        label = f"result {number} '{pattern}'"
-        dims = self._spread(pattern, ndim, label)
+        place = f"result {number}"
+        dims = self._spread(pattern, ndim, place)
         for name in (name for dim in dims for name in dim if name not in self._sizes):
             self._sizes[name] = self._given(name, operands)
         if not pattern.listed:
-            return BoundTensor(label, dims, tuple(map(self._product, dims)))
-        pieces = range(self._length(pattern))
-        return tuple(BoundTensor(f"{label}[{i}]", dims, tuple(self._piece(dim, i) for dim in dims)) for i in pieces)
+            return BoundTensor(place, pattern, dims, tuple(map(self._product, dims)))
+        pieces = [tuple(self._piece(dim, i) for dim in dims) for i in range(self._length(pattern))]
+        return tuple(BoundTensor(f"{place}[{i}]", pattern, dims, shape) for i, shape in enumerate(pieces))
 
     def _given(self, name: str, operands: Bound = ()) -> int:
         """The size that the call gives to a factor which the operands do not have."""
@@ -278,7 +296,7 @@ class _Binder:
             stretched = size == 1 and self._product(dim) != 1 and self._stretches(dim[0], tensor)
             ones = self._stretched if len(dim) > 1 else ()
             dims.append(() if stretched else tuple(name for name in dim if name not in ones))
-        return replace(tensor, dims=tuple(dims))
+        return BoundTensor(tensor.place, tensor.pattern, tuple(dims), tensor.shape)
 
     def factors(self, operands: Bound, results: Bound) -> tuple[BoundFactor, ...]:
         tensors = [*flat(operands), *flat(results)]

@@ -15,7 +15,7 @@ mark   := "!" (whole)  |  "@" (looked up)      belongs to the factor: written on
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
@@ -119,12 +119,11 @@ class Notation:
 
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+    marks: dict[str, str] = field(init=False, compare=False)  # of every marked factor
 
-    @property
-    def marks(self) -> dict[str, str]:
-        """The mark of every marked factor."""
+    def __post_init__(self) -> None:
         dims = [dim for tensor in (*self.operands, *self.results) for dim in tensor.dims]
-        return {name: dim.mark for dim in dims for name in dim.factors if dim.mark}
+        object.__setattr__(self, "marks", {name: dim.mark for dim in dims for name in dim.factors if dim.mark})
 
     def __str__(self) -> str:
         left, right = (", ".join(map(str, side)).rstrip() for side in (self.operands, self.results))

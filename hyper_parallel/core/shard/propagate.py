@@ -38,6 +38,10 @@ class OpPlan:
         return "; ".join(str(choice) for choice in self.choices)
 
 
+_KNOWN: dict[Any, Any] = {}  # the choices, which stay alive with it, and the layouts that they lead to
+_MOST_KNOWN = 1 << 14
+
+
 def propagate(
     bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None = None, *, inplace: bool = False
 ) -> OpPlan | None:
@@ -61,15 +65,21 @@ def propagate(
 
 def plan_for(bound: BoundRule, chosen: Sequence[Choice], mesh: DeviceMesh, orders: dict[str, list[int]]) -> OpPlan:
     """The plan when each axis does what was chosen for it; ``orders``: for each factor its axes, outermost first."""
-    sides = _Sides(mesh, orders)
-    return OpPlan(
-        operands=sides.layouts_for(bound.operands, [choice.operands for choice in chosen]),
-        results=sides.layouts_for(bound.results, [choice.results for choice in chosen]),
-        shapes=bound.result_shapes,
-        routes=_summed_axes(bound.operands, [choice.grads_out for choice in chosen]),
-        choices=tuple(chosen),
-        orders=orders,
-    )
+    # The choices of calls that differ in sizes only are the same objects.
+    key = (mesh, *((id(choice), tuple(orders.get(choice.factor or "", ()))) for choice in chosen))
+    known = _KNOWN.get(key)
+    if known is None:
+        sides = _Sides(mesh, orders)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = (
+            tuple(chosen),
+            sides.layouts_for(bound.operands, [choice.operands for choice in chosen]),
+            sides.layouts_for(bound.results, [choice.results for choice in chosen]),
+            _summed_axes(bound.operands, [choice.grads_out for choice in chosen]),
+        )
+    choices, operands, results, routes = known
+    return OpPlan(operands, results, bound.result_shapes, routes, choices, orders)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,14 @@ def _require_kept(constructor: str, rule: Rule) -> None:
     rule.require(not lost, f"{constructor}: {', '.join(lost)} is in no result; say how it is reduced, or mark it '!'")
 
 
+_CHOICES: dict[Any, tuple[Choice, ...]] = {}  # for calls that differ in sizes only
+_MOST_PATTERNS = 1 << 14
+
+
+def _dims(tensor: BoundTensor) -> Any:
+    return tensor.dims
+
+
 @dataclass(frozen=True, slots=True)
 class BoundRule:
     """A rule for one call: which factors its tensors have, and what one axis may do with them."""
@@ -217,6 +225,20 @@ class BoundRule:
 
     def choices(self) -> tuple[Choice, ...]:
         """All that one axis may do; ``fits`` says whether a factor's cut over so many ranks is possible."""
+        pattern = self._pattern()
+        if pattern not in _CHOICES:
+            if len(_CHOICES) >= _MOST_PATTERNS:
+                _CHOICES.clear()
+            _CHOICES[pattern] = self._all_choices()
+        return _CHOICES[pattern]
+
+    def _pattern(self) -> Any:
+        """What the choices depend on: everything but sizes."""
+        operands, results = each(_dims, self.operands), each(_dims, self.results)
+        factors = tuple((factor.name, factor.kept, factor.whole) for factor in self.factors)
+        return self.rule, operands, results, factors, self.numbers
+
+    def _all_choices(self) -> tuple[Choice, ...]:
         sharded = (self._shard(factor) for factor in self.factors if not factor.whole)
         groups = [group for group in map(self._present, self.rule.linear) if group]
         carried = (self._carry(group, Place(op=op)) for op in self.rule.carries for group in groups)
