@@ -532,6 +532,10 @@ class Platform(ABC):
         """Whether what is computed from the tensor now is recorded for backward."""
 
     @abstractmethod
+    def is_dense(self, tensor: Any) -> bool:
+        """Whether a tensor has a place in memory for each of its elements, as a sparse one has not."""
+
+    @abstractmethod
     def version_of(self, tensor: Any) -> int | None:
         """A number that changes when the tensor is changed in place; None where nobody counts."""
 

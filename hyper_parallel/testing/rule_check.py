@@ -22,6 +22,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
 from hyper_parallel.core.dtensor.placement_types import Replicate, commute
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, bound_call
 from hyper_parallel.core.shard.arguments import flat, replaced, tensors_in
@@ -88,7 +89,7 @@ def _truth(call: Callable[..., Any], operands: Sequence[Any], rng: Any) -> tuple
 
     platform = get_platform()
     values = [platform.tensor_to_numpy(y) for y in results(*map(platform.tensor, arrays))]
-    weights = [rng.standard_normal(y.shape) if _differentiable(y) else None for y in values]
+    weights = [_drawn(y, rng) if _differentiable(y) else None for y in values]
     return values, weights, _gradients(results, arrays, weights)
 
 
@@ -101,7 +102,8 @@ def _gradients(function: Callable[..., Any], arrays: Sequence[Array], weights: S
         given = dict(zip(wanted, tensors, strict=True))
         found = function(*(given[i] if i in given else platform.tensor(array) for i, array in enumerate(arrays)))
         pairs = [(y, w) for y, w in zip(found, weights, strict=True) if w is not None]
-        return sum(((y * platform.tensor(w)).sum() for y, w in pairs), start=sum(t.sum() * 0 for t in tensors))
+        terms = [(y * platform.tensor(w)).sum() for y, w in pairs] + [t.sum() * 0 for t in tensors]
+        return sum(term.real if "complex" in str(term.dtype) else term for term in terms)
 
     made: list[Any] = [None] * len(arrays)
     if wanted and any(w is not None for w in weights):
@@ -113,6 +115,12 @@ def _gradients(function: Callable[..., Any], arrays: Sequence[Array], weights: S
 
 def _differentiable(array: Array) -> bool:
     return bool(np.issubdtype(array.dtype, np.inexact))
+
+
+def _drawn(like: Array, rng: Any) -> Array:
+    """Random numbers, as many and as complex as those of another array."""
+    drawn = rng.standard_normal(like.shape)
+    return drawn + 1j * rng.standard_normal(like.shape) if np.iscomplexobj(like) else drawn
 
 
 def _like(structure: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -136,7 +144,8 @@ def _catching(calls: list[Any]) -> Iterator[None]:
     usual, DTensor.dispatch = DTensor.dispatch, catch  # type: ignore[method-assign]
     _OP_DISPATCHER.dispatch = catch  # type: ignore[method-assign]
     try:
-        yield
+        with SkipDTensorDispatch():  # so that no plan is taken without asking
+            yield
     except _CaughtError:
         pass
     finally:
@@ -292,7 +301,7 @@ class _Comparison:
 
     def _parts(self, x: Array, op: str, ranks: int) -> list[Array]:
         """Parts of both signs that give x when reduced."""
-        drawn = [self.rng.standard_normal(x.shape) for _ in range(ranks - 1)]
+        drawn = [_drawn(x, self.rng) for _ in range(ranks - 1)]
         if op in ("sum", "avg"):
             return [*drawn, (ranks if op == "avg" else 1) * x - sum(drawn)]
         if op == "prod":

@@ -35,6 +35,8 @@ def test_is_tensor(platform):
     assert not platform.is_tensor(np.ones(1))
     assert platform.is_floating_point(torch.ones(1))
     assert not platform.is_floating_point(torch.ones(1, dtype=torch.int32))
+    assert platform.is_dense(torch.ones(1))
+    assert not platform.is_dense(torch.ones(1).to_sparse())
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 8])

@@ -17,7 +17,7 @@ from hyper_parallel import (
     init_device_mesh,
 )
 from hyper_parallel.core.shard import OperatorError
-from hyper_parallel.testing import run_ranks
+from hyper_parallel.testing import on_ranks, run_ranks
 
 R = [Replicate(), Replicate()]
 
@@ -154,3 +154,16 @@ def go_wrong(names):
 
 def test_every_rank_gets_a_clear_error_and_goes_on():
     assert run_ranks(go_wrong, 4, list(WRONG)) == [24.0] * 4
+
+
+@on_ranks(2)
+def test_a_sparse_tensor_is_refused_with_what_to_do():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(ValueError, match=r"distribute_tensor: expected a dense tensor.*to_dense"):
+        distribute_tensor(sparse, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="from_local: expected a dense tensor"):
+        DTensor.from_local(sparse, mesh, [Shard(0)])
+    for resize in (lambda x: x.resize_(2, 2), lambda x: x.resize_as_(x)):
+        with pytest.raises(RuntimeError, match="one memory in which all elements lie"):
+            resize(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators and autograd functions of users: DistributedOp DFunction, custom_shard, a rule in a line."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
@@ -202,3 +204,37 @@ def test_custom_shard_runs_between_the_given_placements():
     plain = custom_shard(lambda a: (a * 1, 7), mesh, (None, None), ([Shard(1)],))(leaf(data, mesh, S0))
     assert type(plain[0]) is torch.Tensor
     assert plain[1] == 7
+
+
+@on_ranks(2)
+def test_an_operator_without_a_rule_changes_its_arguments_wherever_they_lie():
+    with torch.library._scoped_library("hyper_parallel_tests", "DEF") as library:
+        library.define("accumulate(Tensor x, Tensor(a!) total) -> Tensor")
+        library.impl("accumulate", lambda x, total: total.add_(x.sum(0)).sum(), "CPU")
+        mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), draw(4, 3)
+        for placements in (R, S0, [Partial()]):
+            total = distribute_tensor(torch.ones(3, dtype=torch.float64), mesh, R).redistribute(None, placements)
+            with pytest.warns(UserWarning, match="accumulate has no rule"):
+                found = torch.ops.hyper_parallel_tests.accumulate(distribute_tensor(x, mesh, S0), total)
+            assert total.placements == tuple(placements)
+            same(total, x.sum(0) + 1)
+            same(found, x.sum() + 3)
+            dispatcher = DTensor.dispatch.__self__
+            dispatcher._warned.clear()
+
+
+@on_ranks(2)
+def test_a_random_operator_without_a_rule_is_the_same_on_every_rank_or_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    x = distribute_tensor(draw(12, 12), mesh, S0)
+    warnings.simplefilter("ignore")  # that there is no rule
+    with torch.library._scoped_library("hyper_parallel_tests", "DEF") as library:
+        library.define("noise(Tensor x) -> Tensor")
+        library.impl("noise", torch.rand_like, "CPU")
+        torch.manual_seed(mesh.rank)
+        with pytest.raises(RuntimeError, match="not in step"):
+            torch.ops.hyper_parallel_tests.noise(x)
+        torch.manual_seed(3)
+        found = torch.ops.hyper_parallel_tests.noise(x).to_local()
+        first, second = DTensor.from_local(found[None], mesh, S0).full_tensor()
+        assert torch.equal(first, second)

@@ -14,8 +14,9 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
@@ -46,10 +47,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. ``run_check``
         compares shapes and dtypes over the ranks, and the values where they are copies, and names those that differ.
         """
+        _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
         whole = layout.get_global_shape(local_tensor.shape) if shape is None else tuple(shape)
-        expected = layout.local_shape(whole)
-        if tuple(local_tensor.shape) != expected:
+        if shape is not None and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
             raise ValueError(
                 f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but {layout} "
                 f"gives it {expected} of a tensor of shape {whole}"
@@ -58,7 +59,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
             _check_ranks(local_tensor, layout, whole)
         made = DTensor(local_tensor, layout, whole)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
-        made._routes = platform.memory_of(local_tensor)
+        made._is_plain = True
         return made
 
     @property
@@ -111,9 +112,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         moved: DTensor = DTensor.dispatch(platform.operator("to"), (self, *args), kwargs)
         return moved
 
-    def float(self) -> DTensor:
+    def float(self, **how: Any) -> DTensor:
         """The tensor in float32."""
-        return self.to(platform.str_to_dtype("float32"))
+        return self.to(platform.str_to_dtype("float32"), **how)
 
     @staticmethod
     def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -122,11 +123,29 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return DTensor.dispatch(func, args, kwargs)
 
 
+def _check_dense(name: str, tensor: Any) -> None:
+    if not platform.is_dense(tensor):
+        raise ValueError(f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first")
+
+
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:
     """The layout that a mesh and placements, in either form, say for tensors of ``ndim`` dims."""
     if isinstance(placements, Layout):
         return placements.bind(ndim)
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    if not isinstance(placements, (list, tuple)):
+        return _layout_of(mesh, placements, ndim)
+    key = (mesh, *placements, ndim)
+    found = _LAYOUTS.get(key)
+    if found is None:
+        found = _LAYOUTS[key] = _layout_of(mesh, placements, ndim)
+    return found
+
+
+_LAYOUTS: MutableMapping[Any, Layout] = WeakValueDictionary()
+
+
+def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if isinstance(placements, (Placement, str)):
@@ -148,6 +167,7 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         raise ValueError(f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()")
+    _check_dense("distribute_tensor", tensor)
     layout = layout_of(device_mesh, placements, len(tensor.shape))
     if src_data_rank is not None:
         if src_data_rank not in layout.rank_list:

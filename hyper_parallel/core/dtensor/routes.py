@@ -22,10 +22,10 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
     """The shard of a distributed tensor in the target layout, when the gradient comes in parts on these axes."""
     local = tensor._local
     graph = platform.is_recorded(local)
+    if target is tensor._layout and not (graph and summed):
+        return local
     if not graph:
         summed = ()
-    if target is tensor._layout and not summed:
-        return local
     routes, version = _remembered(tensor, local)
     if routes is None:
         return _made(tensor, target, summed, None, implicit)
@@ -80,7 +80,7 @@ def _remembered(tensor: Any, local: Any) -> tuple[Any, int]:
     if version is None:  # nobody could tell whether what is remembered is still true
         return None, 0
     if tensor._routes is None:
-        tensor._routes = {}
+        tensor._routes = platform.memory_of(local) if tensor._is_plain else {}
     return tensor._routes, version
 
 

@@ -7,8 +7,9 @@ before builds its key, looks the plan up, takes the shards, calls, wraps.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.caller import users_level
@@ -24,7 +25,7 @@ from hyper_parallel.core.shard.arguments import (
     on_shards,
     one_mesh,
 )
-from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Run, Whole
+from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Run, Whole, fast
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
@@ -43,6 +44,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Run] = {}
         self._warned: set[str] = set()  # the operators about which the user was told
+        self.on_plan: Callable[[str, str], None] | None = None  # told of every new plan: the operator, its way
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called | None = None) -> Any:
         """``func(*args, **kwargs)``, with distributed tensors among the arguments."""
@@ -51,12 +53,19 @@ class Dispatcher:
         key: list[Any] = [func]
         tensors: list[DTensor] = []
         try:
-            describe(args, key, tensors)
+            for value in args:
+                if type(value) is DTensor and value._spec is not None and not value._unrecorded:
+                    key.append(value._spec)
+                    tensors.append(value)
+                else:
+                    describe((value,), key, tensors)
             if kwargs:
                 key += kwargs
                 describe(kwargs.values(), key, tensors)
         except PlainTensorError:
-            args, kwargs = distributed((called or platform.called(func)).name, args, kwargs)
+            called = called or platform.called(func)
+            op = OPERATORS.get(called.name)
+            args, kwargs = distributed(called.name, args, kwargs, zeros=op is not None and op.zeros)
             return self.dispatch(func, args, kwargs, called)
         try:
             run = self._plans.get(tuple(key))
@@ -79,19 +88,27 @@ class Dispatcher:
         op = OPERATORS.get(called.name)
         inplace = called.inplace or kwargs.get("inplace") is True
         reason = "it is in no table"
+        scalars = not any(tensor._shape for tensor in tensors)  # of which there is nothing to cut
         if op is not None:
             if op.direct is not None:
+                self._planned(called, "by itself")
                 return Direct(op.direct, func).run
             if op.handler is not None:
+                self._planned(called, "by other operators")
                 return Handled(op, called, op.handler).run
             one_mesh(called.name, tensors)
             try:
                 return self._ruled(func, called, op, tensors, args, kwargs, inplace)
             except Unruled as why:
                 reason = str(why)
+            except ValueError:
+                if not scalars:  # a dim may be named, and there is none
+                    raise
         mesh = one_mesh(called.name, tensors)
-        self._tell(called.name, reason)
-        return Whole(func, called, mesh, inplace).run
+        self._planned(called, "on whole tensors")
+        if not scalars:
+            self._tell(called.name, reason)
+        return Whole(func, called, mesh, inplace, scalars).run
 
     def _ruled(
         self, func: Any, called: Called, op: Operator, tensors: Sequence[DTensor], args: Any, kwargs: Any, inplace: bool
@@ -99,8 +116,10 @@ class Dispatcher:
         arguments = op.arguments(called, args, platform.named(kwargs))
         ruled = op.rule if isinstance(op.rule, Rule) else op.rule(**arguments)  # type: ignore[misc]
         if callable(ruled):
+            self._planned(called, "by other operators")
             return Handled(op, called, ruled).run
         bound, operands = bound_call(op, called, arguments, ruled)
+        self._planned(called, (ruled.rule if isinstance(ruled, Ruled) else ruled).text)
         layouts, itemsizes = _layouts(operands), [platform.get_element_size(t._local) for t in flat(operands)]
         # A local call of its own makes a new tensor, so it cannot change its target.
         made = None if inplace and op.local is not None else propagate(bound, layouts, itemsizes, inplace=inplace)
@@ -110,8 +129,13 @@ class Dispatcher:
         if op.local is not None:
             mesh = tensors[0].device_mesh
             place = mesh.own_coordinate(called.name)
-            here = Here(bound, made, mesh.mesh_shape, place, platform.operator(called.name))
-        return Planned(func, called, op, made, here).bind(_moves(tensors, operands, made), tensors, args, inplace)
+            here = Here(bound, made, mesh.mesh_shape, place, _function(func, called.name))
+        moves = _moves(tensors, operands, made)
+        return Planned(func, called, op, made, here).bind(moves, tensors, args, kwargs, inplace)
+
+    def _planned(self, called: Called, way: str) -> None:
+        if self.on_plan is not None:
+            self.on_plan(called.name, way)
 
     def _tell(self, name: str, reason: str) -> None:
         if MODES.strict:
@@ -142,6 +166,14 @@ def bound_call(op: Operator, called: Called, arguments: dict[str, Any], ruled: A
         return ruled.rule.bind([_shape(v) for v in operands], {**arguments, **ruled.attrs}, numbers), operands
     except ValueError as error:
         raise ValueError(f"{called.name}: {error}") from None
+
+
+def _function(func: Any, name: str) -> Any:
+    """The operator of the framework, which changes nothing in place; else the function that was called."""
+    try:
+        return platform.operator(name)
+    except AttributeError:
+        return func
 
 
 def _shape(operand: Any) -> Any:
@@ -184,3 +216,5 @@ def _routes(operands: Sequence[Any], made: OpPlan) -> Iterator[Any]:
 
 _OP_DISPATCHER = Dispatcher()
 ON_CHANGE.append(_OP_DISPATCHER.forget)
+if fast is not None:
+    DTensor.take_short_way(functools.partial(fast.Dispatch, plans=_OP_DISPATCHER._plans, modes=MODES))

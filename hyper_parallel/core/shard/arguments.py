@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform import get_platform
@@ -56,6 +57,8 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
                 raise OperatorError(_LOST)
             tensors.append(value)
             key.append(value._spec or spec_of(value))
+        elif kind is int or value is None:
+            key.append(value)  # what else is equal to it comes with its type
         elif kind is float:
             # A number that changes at every step must not make a plan at every step.
             key += (kind, value if value == 0.0 or value in _INFINITE else None)
@@ -99,8 +102,11 @@ def replaced(tree: Any, shards: Iterator[Any]) -> Any:
     return tree
 
 
-def distributed(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with plain tensors made distributed, where that is allowed."""
+def distributed(name: str, args: Any, kwargs: Any, zeros: bool) -> tuple[Any, Any]:
+    """The arguments with plain tensors made distributed, where that is allowed: always of those without dims.
+
+    ``zeros``: whether tensors of zeros are allowed too; they are the same on every rank.
+    """
     found = list(tensors_in((args, kwargs)))
     mesh = next(t for t in found if isinstance(t, DTensor)).device_mesh
     numbers = iter(range(len(found)))
@@ -111,7 +117,7 @@ def distributed(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         number = next(numbers)
         if isinstance(value, DTensor):
             return value
-        if len(value.shape) and not MODES.replicate_plain:
+        if len(value.shape) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
             raise OperatorError(
                 f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor among "
                 f"distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) or "
@@ -120,6 +126,17 @@ def distributed(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
     return platform.tree_map(one, tuple(args)), platform.tree_map(one, dict(kwargs))
+
+
+def on_all_ranks(local: Any, mesh: Any) -> DTensor:
+    """A plain tensor that every rank of a mesh has."""
+    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
+    return DTensor(local, layout, local.shape)
+
+
+def replicated(local: Any, like: DTensor) -> DTensor:
+    """A plain tensor that every rank has, on the mesh of another."""
+    return on_all_ranks(local, like.device_mesh)
 
 
 def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
@@ -131,6 +148,16 @@ def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*platform.tree_map(shard, tuple(args)), **platform.tree_map(shard, dict(kwargs)))
     first = args[0] if args else None
     return first if isinstance(first, DTensor) and result is first._local else result
+
+
+def refuse_copy(name: str, target: DTensor) -> None:
+    """An error where a change of the target would be lost."""
+    if target._copy_of is not None:
+        raise OperatorError(
+            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: it "
+            "is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = value), or "
+            "redistribute() first"
+        )
 
 
 def one_mesh(name: str, tensors: Sequence[DTensor]) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,19 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard.arguments import OperatorError, flat, replaced, spec_of, tensors_in
+from hyper_parallel.core.shard.arguments import (
+    OperatorError,
+    flat,
+    on_all_ranks,
+    refuse_copy,
+    replaced,
+    replicated,
+    spec_of,
+    tensors_in,
+)
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Operator
 from hyper_parallel.core.shard.propagate import OpPlan
@@ -20,6 +32,20 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Called
 
 platform = get_platform()
+HYPER_PARALLEL_PURE_PYTHON = "HYPER_PARALLEL_PURE_PYTHON"
+
+
+def _compiled() -> Any:
+    """The compiled dispatch, where it was built and is wanted."""
+    if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in ("", "0", "false", "no"):
+        return None
+    try:
+        return importlib.import_module("hyper_parallel.core.shard._fast")
+    except ImportError:
+        return None
+
+
+fast = _compiled()
 
 Run = Callable[[list[DTensor], Any, Any], Any]  # of the distributed tensors among the arguments, and the arguments
 Move = tuple[Layout, tuple[int, ...]] | None  # the layout asked for, the axes on which the gradient comes in parts
@@ -37,18 +63,24 @@ class Planned:
         pairs = zip(self._layouts, self._shapes, strict=True)
         self._expected = [platform.list_to_size(list(layout.local_shape(shape))) for layout, shape in pairs]
 
-    def bind(self, moves: Sequence[Move], tensors: Sequence[DTensor], args: Any, inplace: bool) -> Run:
+    def bind(self, moves: Sequence[Move], tensors: Sequence[DTensor], args: Any, kwargs: Any, inplace: bool) -> Run:
         """The way for arguments like these, the shortest that serves."""
         self._moves = list(moves)
         self._inplace = inplace
-        moved = bool(moves) and moves[0] is not None and moves[0][0] is not tensors[0]._layout
-        self._copy_of = self._called.name if self._op.view and moved else None
-        self._pair = len(args) == len(tensors) == 2 and all(isinstance(value, DTensor) for value in args)
-        self._positions = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
-        simple = self._single and len(self._positions) == len(tensors) and not inplace
+        changes = [move is not None and move[0] is not t._layout for move, t in zip(moves, tensors, strict=True)]
+        self._copy_of = self._called.name if self._op.view and changes and changes[0] else None
         self._empty = any(_empty_somewhere(layout, shape) for layout, shape in self._pieces(tensors))
-        simple = simple and self._here is None and not self._empty and not any(moves)
-        return self._simple_run() if simple else self.run
+        ready = None
+        if self._here is not None and self._op.ready is not None:
+            ready = self._op.ready(self._here, **self._op.arguments(self._called, args, platform.named(kwargs)))
+        simple = self._single and not (inplace or self._empty or any(changes)) and (self._here is None or ready)
+        at = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
+        by_name = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
+        if not simple or len(at) + len(by_name) != len(tensors):  # some are in lists
+            return self.run
+        only = len(at) == len(args) and not kwargs
+        fixed = not any(isinstance(value, float) for value in (*args, *kwargs.values()))
+        return self._simple_run(ready or self._func, None if only else at, by_name, fixed)
 
     def _pieces(self, tensors: Sequence[DTensor]) -> list[tuple[Layout, Any]]:
         """(layout, shape) of everything that the local call gets and gives."""
@@ -56,37 +88,75 @@ class Planned:
         taken = [(t._layout if move is None else move[0], t._shape) for t, move in pairs]
         return taken + list(zip(self._layouts, self._shapes, strict=True))
 
-    def _simple_run(self) -> Run:
-        """The way when nothing moves, every tensor is an argument by itself and there is one result: the short one."""
-        func, view, positions, make = self._func, self._op.view, self._positions, DTensor.__new__
-        pair = self._pair
-        layout, shape, expected = self._layouts[0], self._shapes[0], self._expected[0]
-        dtype = spec = None  # of the last result: mostly that of the next
+    def _simple_run(self, func: Any, at: list[int] | None, by_name: list[str], fixed: bool) -> Run:
+        """The short way: no tensor changes its layout, none is in a list, and there is one result.
+
+        ``at``, ``by_name``: where the tensors are among the arguments; None where there is nothing else. ``fixed``: the
+        shape of the result does not depend on a number that the plan does not know.
+        """
+        wrapped, count = self._simple_wrap(fixed), len(at) if at is not None else 0
+        routed = [(i, *move) for i, move in enumerate(self._moves) if move is not None]
+
+        def run_one(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+            first = tensors[0]
+            shard = first._local
+            result = func(shard)
+            return first if result is shard else wrapped(result, first)
+
+        def run_two(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+            first, second = tensors
+            shard = first._local
+            result = func(shard, second._local)
+            return first if result is shard else wrapped(result, first)
 
         def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
-            first = tensors[0]
-            if pair and not kwargs:
-                result = func(first._local, tensors[1]._local)
+            first = tensors[0]._local
+            shards = [tensor._local for tensor in tensors]
+            for i, target, summed in routed:
+                shards[i] = local_for(tensors[i], target, summed)
+            if at is None:
+                result = func(*shards)
             else:
-                values = list(args)
-                for position in positions:
-                    values[position] = values[position]._local
-                result = func(*values, **kwargs)
-            if result.shape != expected:
-                return self._wrapped(result, 0)  # says what is wrong
-            if result is first._local:
-                return first
-            made: DTensor = make(DTensor, result, layout, shape)  # type: ignore[call-arg]
+                args = list(args)
+                for position, shard in zip(at, shards):  # noqa: B905 - quick; the rest are by name
+                    args[position] = shard
+                if by_name:
+                    kwargs = {**kwargs, **dict(zip(by_name, shards[count:]))}  # noqa: B905
+                result = func(*args, **kwargs)
+            return tensors[0] if result is first else wrapped(result, tensors[0])
+
+        short = {1: run_one, 2: run_two} if at is None and not routed else {}
+        chosen = short.get(len(self._moves), run)
+        return chosen if fast is None else self._compiled(func, chosen, wrapped, fixed, bool(routed))
+
+    def _compiled(self, func: Any, run: Run, wrap: Any, fixed: bool, routed: bool) -> Any:
+        """The same for the compiled dispatch, which leaves to these functions what is not ordinary."""
+        made = fast.Plan()
+        made.func, made.run, made.wrap = func, run, wrap
+        made.layout, made.shape, made.expected = self._layouts[0], self._shapes[0], self._expected[0]
+        made.fixed, made.view, made.routed = fixed, self._op.view, routed
+        return made
+
+    def _simple_wrap(self, fixed: bool) -> Callable[[Any, DTensor], Any]:
+        """Makes a distributed tensor of the result, which may be a view of the first operand."""
+        layout, shape, expected = self._layouts[0], self._shapes[0], self._expected[0]
+        view, wrap = self._op.view, DTensor.wrapped
+        dtype = spec = None  # of the last result: mostly that of the next
+
+        def wrapped(result: Any, first: DTensor) -> Any:
             nonlocal dtype, spec
-            if result.dtype is dtype:
-                made._spec = spec
-            else:
-                dtype, spec = result.dtype, spec_of(made)
+            known = result.dtype is dtype
+            if not (known and fixed) and result.shape != expected:
+                return self._wrapped(result, 0)  # says what is wrong
+            if not known:
+                dtype = result.dtype
+                spec = spec_of(wrap(result, dtype, layout, shape, None))
+            made = wrap(result, dtype, layout, shape, spec)
             if view and first._copy_of is not None:
                 made._copy_of = first._copy_of
             return made
 
-        return run
+        return wrapped
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
@@ -187,12 +257,12 @@ class Direct:
 class Whole:
     """A call without a rule: on whole tensors, on every rank."""
 
-    def __init__(self, func: Any, called: Called, mesh: Any, inplace: bool) -> None:
-        self._func, self._called, self._mesh, self._inplace = func, called, mesh, inplace
+    def __init__(self, func: Any, called: Called, mesh: Any, inplace: bool, scalars: bool) -> None:
+        self._func, self._called, self._mesh, self._inplace, self._scalars = func, called, mesh, inplace, scalars
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
-        if MODES.strict:
+        if MODES.strict and not self._scalars:
             raise OperatorError(f"{self._called.name}: no rule, and strict mode does not run it on whole tensors")
         wholes = []
         for number, tensor in enumerate(tensors):
@@ -203,13 +273,18 @@ class Whole:
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
             wholes[0] = wholes[0].clone()  # in the graph
-        shards = iter(wholes)
-        result = self._func(*replaced(args, shards), **{name: replaced(v, shards) for name, v in kwargs.items()})
+        shards, before = iter(wholes), [platform.version_of(whole) for whole in wholes]
+        args, kwargs = replaced(args, shards), {name: replaced(value, shards) for name, value in kwargs.items()}
+        result = as_one_device(self._mesh, lambda: self._func(*args, **kwargs))  # it may draw random numbers
+        for tensor, whole, version in list(zip(tensors, wholes, before, strict=True))[self._inplace :]:
+            if whole is not tensor._local and platform.version_of(whole) != version:  # such as running statistics
+                refuse_copy(self._called.name, tensor)
+                copied_back(tensor, self._wrapped(whole))
         result = platform.apply_to_tensors(self._wrapped, result)
         return copied_back(tensors[0], result) if self._inplace else result
 
     def _wrapped(self, local: Any) -> DTensor:
-        return _on_all(self._mesh, local)
+        return on_all_ranks(local, self._mesh)
 
 
 class Back:
@@ -252,32 +327,12 @@ class Into:
         return out
 
 
-def _on_all(mesh: Any, local: Any) -> DTensor:
-    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
-    return DTensor(local, layout, local.shape)
-
-
-def replicated(local: Any, like: DTensor) -> DTensor:
-    """A plain tensor that every rank has, on the mesh of another."""
-    return _on_all(like.device_mesh, local)
-
-
 def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
         raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
     target._local.copy_(local_for(result, target._layout))
     return target
-
-
-def refuse_copy(name: str, target: DTensor) -> None:
-    """An error where a change of the target would be lost."""
-    if target._copy_of is not None:
-        raise OperatorError(
-            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: it "
-            "is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = value), or "
-            "redistribute() first"
-        )
 
 
 def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> None:

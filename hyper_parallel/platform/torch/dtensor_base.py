@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class DTensorBase(torch.Tensor):
     _layout: Any
     _shape: torch.Size
     _routes: Any = None  # the shard by other routes, as they are asked for
+    _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
     _origin: DTensorBase | None = None  # what it was redistributed from
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
@@ -33,17 +35,37 @@ class DTensorBase(torch.Tensor):
     @staticmethod
     def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
         size = shape if type(shape) is torch.Size else torch.Size(shape)
+        return cls.wrapped(local, local.dtype, layout, size, None)
+
+    @classmethod
+    def wrapped(cls, local: torch.Tensor, dtype: torch.dtype, layout: Any, size: torch.Size, spec: Any) -> DTensorBase:
+        """The distributed tensor of a shard, for those who know its dtype and what stands for it."""
         # That the wrapper requires a gradient serves one end: a plain autograd function leaves its mark on it.
-        wrapper: DTensorBase = _make_wrapper(
-            cls, size, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        if local.requires_grad:
+            wrapper = _make_wrapper(cls, size, dtype=dtype, device=local.device, requires_grad=True)
+        else:
+            wrapper = _make_wrapper(cls, size, dtype=dtype, device=local.device)
         own = wrapper.__dict__
-        if not _is_grad_enabled():
-            own["_unrecorded"] = True
         own["_local"] = local
         own["_layout"] = layout
         own["_shape"] = size
+        own["_spec"] = spec
+        if not _is_grad_enabled():
+            own["_unrecorded"] = True
         return wrapper
+
+    @classmethod
+    def take_short_way(cls, make: Callable[..., Any]) -> None:
+        """Has operators go the way that ``make`` gives, which leaves to the usual one what it does not know."""
+        way = make(
+            cls=cls,
+            own=_OWN,
+            slow=MethodType(_torch_function, cls),
+            tensor=torch.Tensor,
+            make_wrapper=_make_wrapper,
+            is_grad_enabled=_is_grad_enabled,
+        )
+        cls.__torch_function__ = staticmethod(way)  # type: ignore[method-assign]
 
     @property
     def layout(self) -> Any:  # type: ignore[override]
@@ -78,12 +100,10 @@ class DTensorBase(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self._shape)}, local={self._local!r}, layout={self._layout!r})"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _OWN.get(func)
-        if own is not None:
-            return own(*args, **(kwargs or {}))
-        return cls.dispatch(func, args, kwargs or {})
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Torch asks for it several times at each call; as a class method it would be bound anew each time.
+        cls.__torch_function__ = staticmethod(MethodType(_torch_function, cls))  # type: ignore[method-assign]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -203,6 +223,22 @@ class DTensorBase(torch.Tensor):
     def _retain_grad(self) -> None:
         self._watched("retain_grad")
         self._local.retain_grad()
+
+
+def _torch_function(
+    cls: type[DTensorBase],
+    func: Any,
+    types: Any,  # noqa: ARG001 - torch's signature
+    args: Any = (),
+    kwargs: Any = None,
+) -> Any:
+    own = _OWN.get(func)
+    if own is not None:
+        return own(*args, **(kwargs or {}))
+    return cls.dispatch(func, args, kwargs or {})
+
+
+DTensorBase.__torch_function__ = staticmethod(MethodType(_torch_function, DTensorBase))  # type: ignore[method-assign]
 
 
 def _rebuild(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:

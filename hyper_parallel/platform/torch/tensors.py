@@ -179,6 +179,9 @@ class Tensors(Platform):
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
+    def is_dense(self, tensor: Any) -> bool:
+        return tensor.layout is torch.strided
+
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
 

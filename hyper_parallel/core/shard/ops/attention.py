@@ -9,6 +9,7 @@ dropout           the same on copies of a shard, others on other shards
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,9 +52,15 @@ def _attention_of_shard(here: Here, query: Any, key: Any, value: Any, dropout_p:
         return here.function(query, key, value, dropout_p=dropout_p, **more)
 
 
+def _attention_as_it_is(here: Here, dropout_p: float, is_causal: bool, **_: Any) -> Callable[..., Any] | None:
+    """Where nothing is dropped and every query knows its place."""
+    return None if dropout_p or (is_causal and here.is_cut("s")) else here.function
+
+
 operator(
     "scaled_dot_product_attention",
     "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False",
     _attention,
     local=_attention_of_shard,
+    ready=_attention_as_it_is,
 )

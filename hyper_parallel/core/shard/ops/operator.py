@@ -41,6 +41,9 @@ class Operator:
     ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
     ``direct``: ``direct(func, args, kwargs)`` does it all on the arguments as they came.
     ``view``: the result shares the memory of the first operand.
+    ``ready``: ``ready(here, **arguments)`` gives, once for a plan, a function that does what ``local`` does when it is
+    called in place of the operator, with the shards among the arguments as they came; or None.
+    ``zeros``: plain zeros among the arguments are taken: torch's modules begin with them.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Operator:
     handler: Callable[..., Any] | None = None
     direct: Callable[..., Any] | None = None
     view: bool = False
+    zeros: bool = False
+    ready: Callable[..., Callable[..., Any] | None] | None = None
 
     def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the defaults of those that were not given."""
@@ -84,11 +89,13 @@ def operator(
     handler: Callable[..., Any] | None = None,
     direct: Callable[..., Any] | None = None,
     view: bool = False,
+    zeros: bool = False,
+    ready: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
     for name in names.split():
-        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, direct, view)
+        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, direct, view, zeros, ready)
     for told in ON_CHANGE:
         told()
 

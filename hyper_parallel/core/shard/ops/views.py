@@ -176,13 +176,23 @@ def _as_shape(here: Here, input: Any, **_: Any) -> Any:
     return input.reshape(here.shape())
 
 
-operator("view", "input, *shape, dtype=None", _view, local=_view_of_shard, view=True)
-operator("reshape", "input, *shape", _reshape, local=_as_shape, view=True)
-operator("ravel", "input", _ravel, local=_as_shape, view=True)
-operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_as_shape, view=True)
-operator("unflatten", "input, dim, sizes", _unflatten, local=_as_view, view=True)
-operator("squeeze", "input, dim=None", _squeeze, local=_as_view, view=True)
-operator("unsqueeze", "input, dim", _unsqueeze, local=_as_view, view=True)
+def _to_view(here: Here, shape: Any = (), dtype: Any = None, **_: Any) -> Callable[..., Any] | None:
+    size = here.shape()
+    return None if _dtype(shape, dtype) else lambda input, *_, **__: input.view(size)
+
+
+def _to_shape(here: Here, **_: Any) -> Callable[..., Any]:
+    size = here.shape()
+    return lambda input, *_, **__: input.reshape(size)
+
+
+operator("view", "input, *shape, dtype=None", _view, local=_view_of_shard, ready=_to_view, view=True)
+operator("reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view=True)
+operator("ravel", "input", _ravel, local=_as_shape, ready=_to_shape, view=True)
+operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_as_shape, ready=_to_shape, view=True)
+operator("unflatten", "input, dim, sizes", _unflatten, local=_as_view, ready=_to_view, view=True)
+operator("squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True)
+operator("unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True)
 # Of the other tensor only the shape counts.
 operator("view_as", "input, other", handler=lambda input, other: input.view(tuple(other.shape)))
 operator("reshape_as", "input, other", handler=lambda input, other: input.reshape(tuple(other.shape)))
@@ -338,10 +348,10 @@ def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
     return moved(left, [*kept, "out!"], out=diagonal_size(input.shape[one], input.shape[other], offset))
 
 
-def _as_strided(**_: Any) -> None:
+def _in_one_memory(func: Any, *_: Any) -> None:
     raise OperatorError(
-        "as_strided: strides say where elements lie in one memory, and those of a distributed tensor lie in many; "
-        "use reshape, permute, expand, unfold or an index"
+        f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a distributed "
+        "tensor lie in many; use reshape, permute, expand, unfold or an index"
     )
 
 
@@ -350,7 +360,7 @@ operator("select", "input, dim, index", move("... {dim}! -> ..."), view=True)
 operator("unfold", "input, dimension, size, step", _unfold, view=True)
 operator("diagonal", "input, offset=0, dim1=0, dim2=1", _diagonal, view=True)
 operator("linalg_diagonal", "input, *, offset=0, dim1=-2, dim2=-1", _diagonal, view=True)
-operator("as_strided", "input, size, stride, storage_offset=None", handler=_as_strided)
+operator("as_strided as_strided_copy as_strided_scatter resize resize_as set", "input, *rest", direct=_in_one_memory)
 
 # --- all of it
 
