@@ -68,7 +68,7 @@ def split_up(whole, layout, rng):
 
 def cut_into_parts(value, op, count, rng):
     if op in ("sum", "avg"):
-        others = [rng.standard_normal(value.shape) * 3 for _ in range(count - 1)]
+        others = [rng.standard_normal(value.shape).astype(np.result_type(value, float)) * 3 for _ in range(count - 1)]
         last = value * (count if op == "avg" else 1) - sum(others)
         return [*others, last]
     if op == "prod":

@@ -8,6 +8,8 @@ import torch
 
 from hyper_parallel.testing import check_rule
 
+torch.set_num_threads(1)  # tensors so small are not worth more, and convolutions wait for cores that others use
+
 SIZES = {"even": {"a": 4, "b": 8, "c": 12}, "uneven": {"a": 5, "b": 6, "c": 7}, "empty": {"a": 3, "b": 2, "c": 1}}
 
 
@@ -16,9 +18,9 @@ class OpCase:
     """A call of a user. ``shapes``: letters are sizes, "." a scalar, [ab,cb] a list; ``call`` gets the operands.
 
     ``ints``: operand -> upper bound (a number or a letter) of integers instead of floats; a bound of 2 gives booleans
-    where ``bools`` names the operand. ``positive``: the operands that must be above zero. ``sizes``: which of SIZES fit
-    (an operator may need a divisible size). ``shards``, ``carries``: the factors that may be sharded (None: not
-    compared) and the number of ways for a Partial to pass.
+    where ``bools`` names the operand. ``positive``: the operands that must be above zero. ``complexes``: those with
+    imaginary parts. ``sizes``: which of SIZES fit (an operator may need a divisible size). ``shards``, ``carries``: the
+    factors that may be sharded (None: not compared) and the number of ways for a Partial to pass.
     """
 
     name: str
@@ -29,6 +31,7 @@ class OpCase:
     ints: dict = field(default_factory=dict)
     bools: tuple = ()
     positive: tuple = ()
+    complexes: tuple = ()
     sizes: tuple = ("even", "uneven", "empty")
 
 
@@ -42,7 +45,8 @@ def draw(case, sizes, rng):
             drawn = rng.integers(0, sizes.get(bound, bound), shape)
             return drawn.astype(bool) if number in case.bools else drawn
         drawn = rng.uniform(0.3, 2.0, shape)
-        return drawn if number in case.positive else drawn * rng.choice([-1.0, 1.0], shape)
+        drawn = drawn if number in case.positive else drawn * rng.choice([-1.0, 1.0], shape)
+        return drawn + 1j * rng.standard_normal(shape) if number in case.complexes else drawn
 
     return [
         [one(i, t) for t in text[1:-1].split(",")] if text[0] == "[" else one(i, text)
@@ -52,7 +56,7 @@ def draw(case, sizes, rng):
 
 def leaf(array):
     made = torch.tensor(array)
-    return made.requires_grad_() if made.is_floating_point() else made
+    return made.requires_grad_() if made.is_floating_point() or made.is_complex() else made
 
 
 def flat(items):

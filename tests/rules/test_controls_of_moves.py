@@ -6,7 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from rules.cases import indexing, joins, lookups, pointwise, views
+from rules.cases import indexing, joins, lookups, pointwise, scatters, views
 from rules.operators import check
 
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
@@ -15,7 +15,7 @@ from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.rule import pointwise as elementwise
 
 ALIKE = {"a": 4, "b": 4, "c": 4}  # no shape gives the fault away
-CASES = {case.name: case for family in (indexing, joins, lookups, pointwise, views) for case in family.CASES}
+CASES = {case.name: case for family in (indexing, joins, lookups, pointwise, scatters, views) for case in family.CASES}
 
 
 def unmarked(name, *marks):
@@ -100,7 +100,7 @@ BROKEN = [
     ("index_put", "index_put", linear("index_put", (0,)), "linear in the target alone"),
     ("index_fill", "index_fill", linear("index_fill", (0,)), "a number that is not zero"),
     ("scatter alike", "scatter", linear("scatter", (2,)), "linear in the source alone"),
-    ("scatter_add", "scatter_add", linear("scatter_add", (0,)), "linear in the target alone"),
+    ("scatter_add", "scatter_add", unmarked("scatter_add", "+"), "the plus is lost"),
     ("select_scatter", "select_scatter", {"rule": Rule("... {dim}!, ... -> ... {dim}!", linear=((1,),))}, "the same"),
     ("relu", "relu", {"rule": elementwise(1, linear=0)}, "not linear"),
     ("add a number", "add", {"rule": lambda **_: elementwise(1, linear=0)}, "a number is added once a rank"),

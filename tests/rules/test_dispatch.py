@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import run_ranks
 
 MESHES = [(4,), (2, 2)]
-DRAWS = 3  # layouts for each case, sizes and mesh
+DRAWS = 2  # layouts for each case and sizes, on one mesh after the other
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
 GROUP = 12  # cases for each job: starting the ranks' world costs more than a case
 
@@ -41,7 +41,7 @@ def compare(case, sizes, base, seed):
     place = base.mesh.get_coordinate()
     tensors = []
     for array in flat(arrays):
-        layout = some_layout(base, array.ndim, rng, array.dtype == np.float64)
+        layout = some_layout(base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact))
         shard = leaf(split_up(array, layout, rng)[place])
         tensors.append(DTensor(shard, layout, array.shape))
     plain = [leaf(array) for array in flat(arrays)]
@@ -55,9 +55,9 @@ def compare(case, sizes, base, seed):
         assert mine.dtype == true.dtype, told
         whole = mine.full_tensor()
         torch.testing.assert_close(whole, true, rtol=1e-9, atol=1e-9, msg=lambda m: f"{told}: {m}", equal_nan=True)
-        if true.is_floating_point() and true.requires_grad:
-            weight = torch.tensor(rng.standard_normal(true.shape))
-            loss, truth = loss + (whole * weight).sum(), truth + (true * weight).sum()
+        if true.requires_grad:
+            weight = torch.tensor(rng.standard_normal(true.shape)) * (2 - 1j if true.is_complex() else 1)
+            loss, truth = loss + (whole * weight).sum().real, truth + (true * weight).sum().real
     if isinstance(truth, int):
         return
     loss.backward()
@@ -74,10 +74,10 @@ def on_rank(names):
     count = 0
     with warnings.catch_warnings(), strict():
         warnings.simplefilter("error")
-        for shape, name in itertools.product(MESHES, names):
-            base, case = Layout(shape, tuple("xy"[: len(shape)])), ALL[name]
-            for sizes, seed in itertools.product(case.sizes, range(DRAWS)):
-                compare(case, sizes, base, seed)
+        for name, seed in itertools.product(names, range(DRAWS)):
+            shape, case = MESHES[seed % len(MESHES)], ALL[name]
+            for sizes in case.sizes:
+                compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
                 count += 1
     return count
 
@@ -88,4 +88,4 @@ NAMES = list(ALL)
 @pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
 def test_any_layouts_of_the_operands(names):
     counts = run_ranks(on_rank, 4, names, timeout=300)
-    assert counts == [sum(len(MESHES) * len(ALL[name].sizes) * DRAWS for name in names)] * 4
+    assert counts == [sum(len(ALL[name].sizes) * DRAWS for name in names)] * 4

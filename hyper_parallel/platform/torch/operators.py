@@ -21,7 +21,9 @@ from hyper_parallel.platform.platform import Called
 _NAMES: dict[Any, str] = {
     F.unfold: "im2col",
     F.fold: "col2im",
+    torch.adaptive_max_pool1d: "adaptive_max_pool1d_with_indices",  # always, unlike torch.nn.functional's
     torch.embedding: "embedding_of_weight",  # which comes first here
+    torch.embedding_bag: "embedding_bag_of_weight",
     torch.Tensor.__rsub__: "rsub",
     torch.Tensor.__rdiv__: "rdiv",
     torch.Tensor.__rpow__: "rpow",
@@ -150,10 +152,14 @@ def named(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {_PARAMETERS.get(name, name): value for name, value in keywords.items()}
 
 
+# Where functions are found by their names; those of torch.fft and torch.linalg call themselves fft_* and linalg_*.
+_ROOMS = (F, torch, torch.Tensor, torch.linalg, *(getattr(torch._C, name) for name in ("_fft", "_linalg", "_nn")))
+
+
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
     """The function of torch that an operator's name stands for."""
-    for room in (F, torch, torch.Tensor, torch.linalg):
+    for room in _ROOMS:
         found = getattr(room, name, None)
         if callable(found):
             return found

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that read and write by index."""
+"""x[...] and x[...] = value."""
 
-import torch
 from rules.operators import OpCase
-
-R1 = "...[-1]"
 
 
 def op(name, call, shapes, shards=None, carries=None, sizes=("uneven",), **more):
@@ -24,21 +21,6 @@ CASES = [
     op("x[i, None, a:]", lambda x: x[0, None, 1:, ...], "abc", "d2", 5),
     op("x[all by numbers]", lambda x: x[0 : x.shape[0], -x.shape[1] :], "ab", "d0 d1", 5),
     op("a scalar[None]", lambda x: x[None, ...], ".", "", 5),
-    op("index_put", lambda x, i, v: x.index_put((i,), v), "abc 3 3bc", "d1 d2", 2, ints={1: "a"}),
-    op("index_put, added", lambda x, i, v: x.index_put((i,), v, True), "ab 34 b", "d1", 2, ints={1: "a"}),
-    op("index_put, two", lambda x, i, j, v: x.index_put((i, j), v), "abc 3 1 3c", "d2", 2, ints={1: 1, 2: 1}),
-    op("index_add", lambda x, i, y: x.index_add(1, i, y, alpha=2), "ab c ac", "...[-1] j", 2, ints={1: "b"}),
-    op("index_fill", lambda x, i: x.index_fill(0, i, 2.5), "ab 2", R1, 0, ints={1: "a"}),
-    op("index_fill by zero", lambda x, i: torch.index_fill(x, 0, i, 0), "ab 2", R1, 2, ints={1: "a"}),
-    op("index_fill by a scalar", lambda x, i, v: x.index_fill(1, i, v), "ab 2 .", R1, 2, ints={1: "b"}),
-    op("index_copy", lambda x, i, y: x.index_copy(0, i, y), "ab 1 1b", R1, 2, ints={1: 1}),
-    op("scatter", lambda x, i, y: x.scatter(1, i, y), "ab 31 31", "", 2, ints={1: 3}),
-    op("scatter alike", lambda x, i, y: x.scatter(1, i, y), "abc a1c a1c", "d0 d2", 2, ints={1: 3}),
-    op("scatter a number", lambda x, i: x.scatter(1, i, 2.5), "ab a3", "d0", 0, ints={1: 3}),
-    op("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), "ab 7b 7b", "d1", 2, ints={1: 3}),
-    op("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "sum"), "ab 7b 7b", "d1", 0, ints={1: 3}),
-    op("select_scatter", lambda x, y: x.select_scatter(y, 1, -1), "abc ac", "...[-2] ...[-1]", 5),
-    op("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 1, 1, 4), "abc a3c", "...[-2] ...[-1]", 5),
 ]
 
 
@@ -122,6 +104,4 @@ COMPOSITES = [
     op("x[mask of rows] = scalar", assigned(item), "ab a .", bools=(1,)),
     op("x[:, mask] = number", assigned(lambda x, m: column(x, m, 0)), "ab b", bools=(1,)),
     op("x[scalar] = row", assigned(item), "ab . b", ints={1: "a"}),
-    op("index_add_", assigned(lambda x, i, y: x.index_add_(0, i, y)), "ab 4 4b", ints={1: "a"}),
-    op("scatter_", assigned(lambda x, i: x.scatter_(1, i, 2.5)), "ab a3", ints={1: 3}),
 ]

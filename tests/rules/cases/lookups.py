@@ -37,4 +37,5 @@ COMPOSITES = [
     op("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), "ab a3", ints={1: "b"}),
     op("take_along_dim, stretched", lambda x, i: x.take_along_dim(i, dim=-1), "ab 14", ints={1: "b"}),
     op("take_along_dim of all", torch.take_along_dim, "ab c", ints={1: 9}),
+    op("take_along_dim from the end", lambda x, i: torch.take_along_dim(x, i - 5, 1), "ab a3", ints={1: 5}),
 ]

@@ -36,6 +36,7 @@ CASES = [
     op("rms_norm over two", last(partial(F.rms_norm, eps=0.1), 2), "abc", R1),
     op("group_norm", lambda x, w, v: F.group_norm(x, 2, w, v), "ab23 b b", "b g", sizes=("even", "uneven", "empty")),
     op("group_norm of rows", lambda x: F.group_norm(x, 4), "a8", "b g"),
+    op("group_norm, one group", lambda x, w, v: F.group_norm(x, 1, w, v), "abc b b", "b", sizes=("even", "uneven")),
     op("group_norm, one a group", lambda x, w: F.group_norm(x, 4, w), "a4 4", "g"),
     op("local_response_norm", lambda x: F.local_response_norm(x, 2), "abc", "b " + R1),
     op("batch_norm", lambda x, w, v: F.batch_norm(x, None, None, w, v, training=True), "abc b b", "c"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.execution import replicated
+from hyper_parallel.core.shard.arguments import replicated
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.core.shard.ops.views import ints
 from hyper_parallel.platform import get_platform

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard import execution
-from hyper_parallel.core.shard.arguments import OperatorError
+from hyper_parallel.core.shard.arguments import OperatorError, refuse_copy
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.platform import get_platform
 
@@ -56,7 +55,7 @@ def _on_shards(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _refuse_copies(name: str, targets: Sequence[Any]) -> None:
     for target in targets:
-        execution.refuse_copy(name, target)
+        refuse_copy(name, target)
 
 
 def _elementwise(name: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: A002 - operands have the names that torch gives them
-"""x[...], x[...] = value, and the operators that write by index.
+"""x[...] and x[...] = value.
 
 x[:, 2, 1:5, None] of four dims      "d0 d1! d2! d3 -> d0 o2! n3! d3"      a dim that is taken whole may be cut
 
@@ -18,13 +18,13 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard import execution
-from hyper_parallel.core.shard.arguments import one_mesh
-from hyper_parallel.core.shard.execution import replicated
+from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.pointwise import is_inexact, is_zero
-from hyper_parallel.core.shard.ops.views import moved, positions
-from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.core.shard.ops.pointwise import is_inexact
+from hyper_parallel.core.shard.ops.scatters import is_mask, put, put_at_, with_indices
+from hyper_parallel.core.shard.ops.stages import is_cut
+from hyper_parallel.core.shard.ops.views import moved
+from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import REDUCE_OPS
 
@@ -52,11 +52,7 @@ def _dims_of(item: Any) -> int:
     """How many dims an item is for."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
-    return len(item.shape) if _is_mask(item) else 1
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, DTensor) and item.dtype in (platform.str_to_dtype("bool"), platform.str_to_dtype("uint8"))
+    return len(item.shape) if is_mask(item) else 1
 
 
 def _is_basic(item: Any) -> bool:
@@ -70,7 +66,7 @@ def _is_known(item: Any) -> bool:
     """Whether an item is one that the rules here can take, of which the shape does not depend on the data."""
     if isinstance(item, list):
         return all(isinstance(one, int) and not isinstance(one, bool) for one in item)
-    is_rows = isinstance(item, DTensor) and not _is_mask(item) and not is_inexact(item.dtype)
+    is_rows = isinstance(item, DTensor) and not is_mask(item) and not is_inexact(item.dtype)
     return _is_basic(item) or isinstance(item, slice) or is_rows
 
 
@@ -152,17 +148,9 @@ def index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
 
 def _index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Ruled:
     left = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
-    right = _with_indices(left, dims, ["..."])
+    right = with_indices(left, dims, ["..."])
     text = f"{' '.join(left)}, {', '.join(['...'] * len(indices))} -> {' '.join(right)}"
     return Ruled(Rule(text, linear=((0,),), carries=REDUCE_OPS), operands=[input, *indices])
-
-
-def _with_indices(dims: Sequence[str], at: Sequence[int], put: Sequence[str]) -> list[str]:
-    """The dims of what is read: those of the indices are where the first was if they follow each other, else first."""
-    kept = [name for i, name in enumerate(dims) if i not in at]
-    follow = list(at) == list(range(at[0], at[0] + len(at)))
-    start = at[0] if follow else 0
-    return [*kept[:start], *put, *kept[start:]]
 
 
 operator("getitem", "input, index", _getitem, view=True)
@@ -189,7 +177,7 @@ class _Range(NamedTuple):
 
 
 def _setitem(input: Any, index: Any, value: Any) -> None:
-    execution.refuse_copy("setitem", input)
+    refuse_copy("setitem", input)
     value = _as_value(value, input)
     items = spread(index, len(input.shape))
     if not all(map(_is_known, items)):
@@ -287,31 +275,18 @@ def _assign_by_tensors(input: Any, items: Sequence[Any], value: Any) -> None:
     left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]
     at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
     if any(item != ALL for item in basic):
-        region = DTensor.dispatch(put_at, (input[basic], tuple(at), list(at.values()), value), {})
-        _setitem(input, basic, region)
-    elif input._layout.is_partial() or any(input._layout.dim_axes[dim] for dim in at):
-        input.copy_(DTensor.dispatch(put_at, (input, tuple(at), list(at.values()), value), {}))
+        _setitem(input, basic, put(input[basic], tuple(at), list(at.values()), value))
+    elif input._layout.is_partial() or is_cut(input, tuple(at)):
+        input.copy_(put(input, tuple(at), list(at.values()), value))
     else:
         DTensor.dispatch(put_at_, (input, tuple(at), list(at.values()), value), {})
-
-
-def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Any:
-    """Writes values at these indices along these dims."""
-    at = dict(zip(dims, indices, strict=True))
-    input[tuple(at.get(i, ALL) for i in range(len(input.shape)))] = values
-    return input
-
-
-def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Any:
-    """The tensor with values at these indices along these dims."""
-    return put_at_(input.clone(), dims, indices, values)
 
 
 def _assign_by_masks(input: Any, items: Sequence[Any], value: Any) -> None:
     masks = [(i, item) for i, item in enumerate(items) if isinstance(item, DTensor)]
     others = [item for item in items if not isinstance(item, DTensor)]
     single = not isinstance(value, DTensor) or not value.shape
-    if single and len(masks) == 1 and others == [ALL] * len(others) and _is_mask(masks[0][1]):
+    if single and len(masks) == 1 and others == [ALL] * len(others) and is_mask(masks[0][1]):
         ((before, mask),) = masks
         shape, after = tuple(mask.shape), len(others) - before
         indexed = tuple(input.shape)[before : before + len(shape)]
@@ -330,79 +305,3 @@ def assigned(input: Any, index: Any, value: Any) -> Any:
 
 
 operator("setitem", "input, index, value", handler=_setitem)
-
-
-def _put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any) -> Ruled:
-    """Indexed dims are whole, and so is all that the indices have; the others are cut alike in the values."""
-    names = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
-    of_indices = [" ".join(f"k{n}x{i}!" for i in range(len(item.shape))) for n, item in enumerate(indices)]
-    region = _with_indices(names, dims, [""] * max(len(item.shape) for item in indices))
-    of_values: list[str] = []
-    for i, size in enumerate(reversed(values.shape)):
-        name = region[-1 - i] if i < len(region) else ""
-        of_values.insert(0, name if name and size == input.shape[int(name[1:])] else f"w{i}!")
-    text = f"{', '.join([' '.join(names), *of_indices, ' '.join(of_values)])} -> {' '.join(names)}"
-    rule = Rule(text, linear=((0, 1 + len(indices)),), broadcast="none")
-    return Ruled(rule, operands=[input, *indices, values])
-
-
-def _index_put(input: Any, indices: Sequence[Any], values: Any, **_: Any) -> Any:
-    if not indices or any(map(_is_mask, indices)):
-        return None
-    return _put_at(input, range(len(indices)), indices, values)
-
-
-operator("put_at", "input, dims, indices, values", _put_at)
-operator("index_put", "input, indices, values, accumulate=False", _index_put)
-
-# --- by position along a dim
-
-
-def _index_fill(input: Any, index: Any, value: Any, **_: Any) -> Any:
-    if not input.shape or not index.shape:
-        return None
-    linear = ((0,),) if is_zero(value) else ((0, 2),)
-    return Ruled(Rule("... {dim}!, j!, -> ... {dim}!", linear=linear, broadcast="none"), operands=[input, index, value])
-
-
-def _index_add(input: Any, index: Any, source: Any, **_: Any) -> Any:
-    if not input.shape or not index.shape:
-        return None
-    text = "+... {dim=v}!, j, ... {dim=j} -> ... {dim=v}!"
-    return Ruled(Rule(text, linear=((2,),), broadcast="none"), operands=[input, index, source])
-
-
-def _index_copy(input: Any, index: Any, source: Any, **_: Any) -> Any:
-    if not input.shape or not index.shape:
-        return None
-    text = "... {dim=v}!, j!, ... {dim=j}! -> ... {dim=v}!"
-    return Ruled(Rule(text, linear=((0, 2),), broadcast="none"), operands=[input, index, source])
-
-
-def _scatter(input: Any, dim: int, index: Any, src: Any = None, value: Any = None, reduce: Any = None, **_: Any) -> Any:
-    """Dims in which all have the same size may be cut; the one that is written along is whole."""
-    src = value if src is None else src
-    if not input.shape or len(index.shape) != len(input.shape):
-        return None
-    (at,) = positions(dim, len(input.shape))
-    tensors = [input, index, *([src] if isinstance(src, DTensor) else [])]
-    alike = [i != at and len({t.shape[i] for t in tensors}) == 1 for i in range(len(input.shape))]
-    texts = [
-        " ".join(f"d{i}" if same else f"{'abc'[n]}{i}!" for i, same in enumerate(alike)) for n in range(len(tensors))
-    ]
-    linear = ((0, 2),) if len(tensors) == 3 and reduce is None else ()
-    return Ruled(Rule(f"{', '.join(texts)} -> {texts[0]}", linear=linear, broadcast="none"), operands=tensors)
-
-
-operator("index_fill", "input, dim, index, value", _index_fill)
-operator("index_add", "input, dim, index, source, *, alpha=1", _index_add)
-operator("index_copy", "input, dim, index, source", _index_copy)
-operator("scatter", "input, dim, index, src=None, *, value=None, reduce=None", _scatter)
-operator("scatter_add", "input, dim, index, src", _scatter)
-operator("scatter_reduce", "input, dim, index, src, reduce, *, include_self=True", _scatter)
-operator("select_scatter", "input, src, dim, index", move("... {dim}!, ... -> ... {dim}!"))
-operator(
-    "slice_scatter",
-    "input, src, dim=0, start=None, end=None, step=1",
-    move("... {dim}!, ... {dim=part}! -> ... {dim}!"),
-)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.shard.arguments import replicated
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import diagonal_size, ints, moved, positions
@@ -152,7 +153,7 @@ def _tile(input: Any, dims: Any) -> Any:
 
 def _repeat_interleave(input: Any, repeats: Any, dim: int | None, **_: Any) -> Any:
     if not isinstance(repeats, int):
-        return None
+        return _repeat_each if repeats is not None else None
     if dim is None or not input.shape:
         return _repeat_flat
     (at,) = positions(dim, len(input.shape))
@@ -163,6 +164,14 @@ def _repeat_interleave(input: Any, repeats: Any, dim: int | None, **_: Any) -> A
 
 def _repeat_flat(input: Any, repeats: int, **_: Any) -> Any:
     return platform.operator("repeat_interleave")(input.flatten(), repeats, 0)
+
+
+def _repeat_each(input: Any, repeats: Any, dim: int | None, **_: Any) -> Any:
+    """Every element so many times as a tensor says: the places to read, known to all ranks, are as many as that."""
+    if dim is None or not input.shape:
+        return _repeat_each(input.reshape(-1), repeats, 0)
+    rows = platform.operator("repeat_interleave")(repeats.full_tensor().expand(input.shape[dim]))
+    return input.index_select(dim, replicated(rows, input))
 
 
 def _repeat_shard(here: Here, input: Any, repeats: int, dim: int, **_: Any) -> Any:

@@ -7,6 +7,7 @@ embedding   "..., v@ d -> ... d"        index_select   "... {dim=v}@, j -> ... {
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +126,9 @@ def _gather_shard(here: Here, input: Any, dim: int, index: Any, **_: Any) -> Any
 
 
 def _take_along_dim(input: Any, indices: Any, dim: int | None) -> Any:
-    """gather, with dims of size one stretched."""
+    """gather, with dims of size one stretched; an index below zero counts from the end."""
+    size = math.prod(input.shape) if dim is None else input.shape[dim]
+    indices = platform.operator("where")(indices < 0, indices + size, indices)
     if dim is None:
         return input.reshape(-1).gather(0, indices.reshape(-1))
     (at,) = positions(dim, len(input.shape))
@@ -150,10 +153,15 @@ operator("take", "input, index", handler=_take)
 # --- classes and borders
 
 
-def _one_hot(num_classes: int, **_: Any) -> Any:
+def _one_hot(input: Any, num_classes: int) -> Any:
     if num_classes == -1:
-        return None  # the largest class decides
+        return _one_hot_of_all if 0 not in input.shape else None
     return Ruled(Rule("... -> ... c!"), {"c": num_classes})
+
+
+def _one_hot_of_all(input: Any, **_: Any) -> Any:
+    """The largest class of all ranks tells how many there are."""
+    return platform.operator("one_hot")(input, int(platform.operator("amax")(input)) + 1)
 
 
 def _searchsorted(sorted_sequence: Any, input: Any, sorter: Any, **_: Any) -> Any:

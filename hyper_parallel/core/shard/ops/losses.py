@@ -61,6 +61,24 @@ def _softmin(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
 for _name, _handler in (("softmax", _softmax), ("log_softmax", _log_softmax), ("softmin", _softmin)):
     operator(_name, "input, dim=None, dtype=None, _stacklevel=3", _whole_or(_handler))
 
+ALONG = "... {dim}! -> ... {dim}!"
+BACKWARD = Rule(ALONG.replace(" ->", ", ... {dim}! ->"), linear=((0,),))
+operator("_safe_softmax", "input, dim, dtype=None", Rule(ALONG))
+operator("_softmax_backward_data _log_softmax_backward_data", "grad_output, output, dim, input_dtype", BACKWARD)
+
+
+def _gumbel_softmax(logits: Any, tau: float, hard: bool, dim: int, **_: Any) -> Any:
+    logits = logits.reduce_partial()
+    noise = -call("log")(call("empty_like")(logits.detach()).exponential_())
+    soft = call("softmax")((logits + noise) / tau, dim)
+    if not hard:
+        return soft
+    best = call("max")(soft, dim, keepdim=True)[1]
+    return call("zeros_like")(logits.detach()).scatter(dim, best, 1.0) - soft.detach() + soft
+
+
+operator("gumbel_softmax", "logits, tau=1, hard=False, eps=1e-10, dim=-1", handler=_gumbel_softmax)
+
 # --- losses of elements, of vectors and of their pairs
 
 LOSSES = {  # the operands and their dims, of which "..." is left in the result, and the other parameters
@@ -100,17 +118,21 @@ def _loss(operands: list[str], patterns: list[str]) -> Callable[..., Any]:
         reduction = _asked(**arguments)
         if reduction not in REDUCTIONS:
             return _by_batch if reduction == "batchmean" else None
-        dims, result = patterns, "..."
+        if patterns[:2] == ["... c!", "..."] and len(arguments["input"].shape) == len(arguments["target"].shape):
+            return None  # one sample without a batch, whose target has one
+        dims, result, broadcast = patterns, "...", "rest"
         if _is_short(**arguments):  # one variance for all of the last dim
-            dims, result = ["... d", "... d", "..."], "... d"
+            if len(arguments["target"].shape) != len(arguments["input"].shape):
+                return None
+            dims, result, broadcast = ["... d", "... d", "..."], "... d", "all"
         text = f"{', '.join(dims)} -> {result if reduction == 'none' else ''}"
-        return Ruled(Rule(text), operands=[arguments.get(name) for name in operands])
+        return Ruled(Rule(text, broadcast=broadcast), operands=[arguments.get(name) for name in operands])
 
     return rule
 
 
 def _is_short(input: Any = None, var: Any = None, **_: Any) -> bool:
-    return isinstance(var, DTensor) and len(var.shape) == len(input.shape) - 1
+    return isinstance(var, DTensor) and 0 < len(var.shape) == len(input.shape) - 1
 
 
 def _by_batch(input: Any, target: Any, log_target: bool, **_: Any) -> Any:
@@ -149,6 +171,25 @@ for _names, (_operands, _others) in LOSSES.items():
     for _name in _names.split():
         _own = _by_weight(_name, _rule) if _name in ("mse_loss", "l1_loss") else _rule
         operator(_name, f"{_first}, *, {_others + ', ' * bool(_others)}{REDUCTION}", _own, local=_loss_of_shard)
+
+
+def _triplet(
+    anchor: Any, positive: Any, negative: Any, distance_function: Any, margin: float, swap: bool, reduction: str
+) -> Any:
+    """By distances that the user may choose."""
+    distance = distance_function or call("pairwise_distance")
+    away = distance(anchor, negative)
+    if swap:
+        away = call("minimum")(away, distance(positive, negative))
+    losses = call("clamp_min")(distance(anchor, positive) - away + margin, 0)
+    return losses if reduction == "none" else call(reduction)(losses)
+
+
+operator(
+    "triplet_margin_with_distance_loss",
+    "anchor, positive, negative, *, distance_function=None, margin=1.0, swap=False, reduction='mean'",
+    lambda reduction, **_: _triplet if reduction in REDUCTIONS else None,
+)
 
 # --- losses of classes
 
@@ -267,4 +308,24 @@ operator(
     f"{CLASSES}, label_smoothing=0.0",
     _of_classes(_cross_entropy_of_cut_classes, _cross_entropy_mean, linear=False),
     local=_loss_of_shard,
+)
+
+
+def _linear_cross_entropy(
+    input: Any, linear_weight: Any, target: Any, linear_bias: Any, ignore_index: int | None, **more: Any
+) -> Any:
+    """What its options say about memory is for one device: here a rank has but some of the scores."""
+    classes = tuple(linear_weight.shape[:-1])  # and what else a weight has a row for
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    scores = call("linear")(input, linear_weight.reshape(-1, linear_weight.shape[-1]), bias)
+    more["ignore_index"] = -100 if ignore_index is None else ignore_index
+    more.pop("options")
+    return call("cross_entropy")(scores if len(classes) == 1 else scores.unflatten(-1, classes), target, **more)
+
+
+operator(
+    "linear_cross_entropy",
+    "input, linear_weight, target, *, linear_bias=None, weight=None, reduction='mean', ignore_index=None, "
+    "label_smoothing=0.0, options=None",
+    handler=_linear_cross_entropy,
 )

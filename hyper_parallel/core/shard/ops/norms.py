@@ -37,7 +37,8 @@ def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, **_: Any) -
     spatial = _spatial(input)
     # One value a group: torch refuses a batch of one, which a shard may be though the whole is not.
     batch = "b!" if math.prod(input.shape[1:]) == num_groups else "b"
-    text = f"{batch} (g c) {spatial}, (g c), (g c) -> {batch} (g c) {spatial}"
+    channels = "(g c)" if num_groups > 1 else "c!"  # one group must be whole, and no cut goes through a factor of one
+    text = f"{batch} {channels} {spatial}, {channels}, {channels} -> {batch} {channels} {spatial}"
     return Ruled(Rule(text), {"g": num_groups}, [input, weight, bias])
 
 
@@ -65,6 +66,8 @@ def _of_channels(input: Any, statistics: Any, weight: Any, bias: Any, batch: str
 def _batch_norm(
     input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, **_: Any
 ) -> Any:
+    if len(input.shape) < 2:
+        return None  # nothing but a batch
     if not training:
         return _of_channels(input, (running_mean, running_var), weight, bias, "b", "")
     if running_mean is not None or running_var is not None or is_cut(input, _over_batch(input)):

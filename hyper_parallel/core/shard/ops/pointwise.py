@@ -280,3 +280,17 @@ def _zero(input: Any) -> Any:
 operator("fill", "input, value", pointwise(2, linear=1))
 operator("copy", "input, src, non_blocking=False", handler=_copy)
 operator("zero", "input", handler=_zero)
+
+# --- one answer of all ranks
+
+
+def _equal(input: Any, other: Any) -> bool:
+    return tuple(input.shape) == tuple(other.shape) and bool((input == other).all())
+
+
+def _allclose(**arguments: Any) -> bool:
+    return bool(platform.operator("isclose")(**arguments).all())
+
+
+operator("equal", "input, other", handler=_equal)
+operator("allclose", "input, other, rtol=1e-05, atol=1e-08, equal_nan=False", handler=_allclose)

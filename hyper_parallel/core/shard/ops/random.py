@@ -14,12 +14,11 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device, seed_of_piece
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard import execution
-from hyper_parallel.core.shard.execution import replicated
+from hyper_parallel.core.shard.arguments import refuse_copy, replicated
 from hyper_parallel.core.shard.here import Here
-from hyper_parallel.core.shard.ops.operator import operator
+from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import ONE, SCALED, itself
-from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.rule import Rule, pointwise
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -89,13 +88,30 @@ operator(
 operator("bernoulli", "input, p=None, *, generator=None", _without_generator, local=_draw_shard)
 operator("poisson", "input, generator=None", _without_generator, local=_draw_shard)
 
+
+def _multinomial(input: Any, num_samples: int, generator: Any, **_: Any) -> Any:
+    if generator is not None:
+        return None
+    batch = "b " * (len(input.shape) - 1)
+    return Ruled(Rule(f"{batch}c! -> {batch}s!"), {"s": num_samples})
+
+
+def _choose_of_shard(here: Here, input: Any, num_samples: int, replacement: bool, **_: Any) -> Any:
+    return _drawn(here, lambda: here.function(input, num_samples, replacement))
+
+
+operator(
+    "multinomial", "input, num_samples, replacement=False, *, generator=None", _multinomial, local=_choose_of_shard
+)
+operator("native_dropout_backward", "grad_output, mask, scale", pointwise(2, linear=0))
+
 # --- the numbers of one device
 
 
 def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draws the whole and writes this rank's part of it into the target."""
     target = args[0] if args else kwargs["tensor"]
-    execution.refuse_copy(getattr(func, "__name__", str(func)), target)
+    refuse_copy(getattr(func, "__name__", str(func)), target)
     whole = platform.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     as_one_device(target.device_mesh, lambda: _called(func, args, kwargs, target, whole))
     target._local.copy_(local_for(replicated(whole, target), target._layout))
@@ -132,3 +148,19 @@ def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 operator("rand_like randn_like randint_like", "*args", direct=_draw_like)
+
+
+def _normal(generator: Any, **_: Any) -> Any:
+    return None if generator is not None else _shifted
+
+
+def _shifted(mean: Any, std: Any, **_: Any) -> Any:
+    """Standard normal numbers of the shape of both, with this mean and deviation; as in torch, with no gradient."""
+    both = mean + std
+    with platform.no_grad():
+        drawn = mean + std * platform.operator("randn_like")(both)
+        everywhere = platform.operator("ones_like")(drawn, dtype=platform.str_to_dtype("bool"))
+    return drawn + both.masked_fill(everywhere, 0)
+
+
+operator("normal", "mean, std=1.0, *, generator=None", _normal)

@@ -50,9 +50,10 @@ def whole(keepdim: bool, dim: Any, operands: int = 1, results: int = 1) -> Ruled
 
 
 def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
-    """What each rank found in its shard, a one in each of these dims: side by side, and gathered along them."""
+    """What each rank found in its shard, as much on every rank along these dims: side by side, gathered along them."""
     layout = input.layout
-    shape = [layout.get_dim_split_num(dim) if dim in dims else size for dim, size in enumerate(input.shape)]
+    found = [layout.get_dim_split_num(dim) * size for dim, size in enumerate(part.shape)]
+    shape = [found[dim] if dim in dims else size for dim, size in enumerate(input.shape)]
     cuts = {axis for dim in dims for axis in layout.dim_axes[dim]}
     gathered = [Replicate() if axis in cuts else p for axis, p in enumerate(layout.placements)]
     return DTensor(part, layout, shape).redistribute(None, gathered)
