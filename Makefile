@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 
-.PHONY: help demo test check format docs bench clean
+.PHONY: help demo test check format docs operators bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -12,7 +12,7 @@ help:  ## what there is
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt hatch_build.py hyper_parallel/core/shard/_fast.c | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev]'
 	@touch $@
 
@@ -39,8 +39,13 @@ docs: $(DOCS_STAMP)  ## generates the tables and builds the pages into site/
 	$(BIN)/python tools/platform_table.py
 	$(BIN)/mkdocs build --strict --quiet
 
+operators: $(STAMP)  ## sweeps over all operators of torch and writes docs/operators.md: half an hour
+	rm -rf build/operators
+	$(BIN)/python -m tools.operators --page
+
 bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/redistribution.py
 	$(BIN)/python benchmarks/dispatch.py
 
 clean:  ## removes everything that was made

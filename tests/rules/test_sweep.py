@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the sweep over torch's operators that has all of them in it, against what docs/operators.md says."""
+
+import warnings
+from contextlib import nullcontext, suppress
+
+import numpy as np
+import pytest
+import torch
+from layouts import split_up
+from rules.cases import CASES, COMPOSITES
+from rules.operators import SIZES, draw, flat, leaf, like
+from rules.test_dispatch import some_layout
+
+from hyper_parallel import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
+from hyper_parallel.core.shard.ops import OPERATORS
+from hyper_parallel.testing import run_ranks
+from tools import operators
+from tools.operator_sweep import GROUP, Found, entries, sweep
+
+NAMES = list(entries())
+TEXT = operators.PAGE.read_text()
+PAGE = operators.outcomes_of(TEXT)
+
+
+@pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
+def test_every_operator_of_torch_does_what_the_page_says(names):
+    for name, found in sweep("ours", names, most=1).items():
+        assert not any(found.outcomes[bad] for bad in operators.BAD), (name, found.notes)
+        assert set(found.outcomes) <= PAGE[name], f"{name}: {found.outcomes}; run make operators"
+
+
+def test_the_page_has_every_operator_and_nothing_wrong():
+    assert list(PAGE) == NAMES
+    assert "| **wrong value, no error** | 0 |" in TEXT
+    assert "| raised another error | 0 |" in TEXT
+    assert "| hung, or took its rank down | 0 |" in TEXT
+
+
+def called_by_the_cases():
+    """The names of all operators that the cases lead to, with operands in layouts drawn at random."""
+    seen = set()
+    _OP_DISPATCHER.forget()
+    _OP_DISPATCHER.on_plan = lambda name, way: seen.add(name)
+    warnings.simplefilter("ignore")
+    base = Layout((2,), ("x",))
+    for case in [*CASES, *COMPOSITES]:
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            arrays = draw(case, SIZES["uneven" if "uneven" in (case.sizes or ("uneven",)) else case.sizes[0]], rng)
+            tensors = []
+            for array in flat(arrays):
+                layout = some_layout(base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact))
+                shard = leaf(split_up(array, layout, rng)[base.mesh.get_coordinate()])
+                tensors.append(DTensor(shard, layout, array.shape))
+            # Of what is not run elsewhere only the plan counts: a remainder of zero is an error.
+            with torch.no_grad(), nullcontext() if case.sizes else suppress(RuntimeError):
+                case.call(*like(arrays, tensors))
+    return seen
+
+
+def test_every_rule_is_called_by_the_sweep_or_by_a_case():
+    tail = TEXT.partition("## Operators of ours that the database does not have")[2]
+    unseen = {name for name in OPERATORS if f"`{name}`" in tail}
+    unseen -= run_ranks(called_by_the_cases, 2, timeout=200)[0]
+    # Tests of their own: test_foreach.py, test_init.py; test_bad_input.py refuses, and other devices are not here.
+    elsewhere = {"init", "set", "cuda", "npu", "xpu"}
+    assert {name for name in unseen - elsewhere if not name.startswith(("_foreach_", "_fused_"))} == set()
+
+
+def test_the_page_tells_what_the_sweep_found():
+    found = Found()
+    for outcome, count in (("sharded", 3), ("refused", 1)):
+        found.outcomes[outcome] = count
+    found.rules.append(("add", "..., ... -> ..."))
+    text = operators.page({"add": found, "arange": Found(no_samples="no tensor arguments")}, {})
+    assert operators.outcomes_of(text) == {"add": {"sharded", "refused"}, "arange": set()}
+    assert "| `add` | `..., ... -> ...` | 3 |  | 1 |" in text
+    assert "`relu`" in text.partition("## Operators of ours")[2]
+
+
+def test_a_wrong_operator_is_found():
+    [found] = run_ranks(with_a_wrong_rule, 2, timeout=100)[:1]
+    assert found["wrong"] > 0
+    assert found["crashed"] == 0
+
+
+def with_a_wrong_rule():
+    from hyper_parallel.core.shard import operator, pointwise
+    from tools.operator_sweep import sweep_on_rank
+
+    usual = OPERATORS["softmax"]
+    operator("softmax", "input, dim=None, dtype=None, _stacklevel=3", pointwise(1))
+    try:
+        return sweep_on_rank("ours", ["softmax"], 4)["softmax"].outcomes
+    finally:
+        OPERATORS["softmax"] = usual
+        _OP_DISPATCHER.forget()
