@@ -4,11 +4,9 @@
 make bench
 """
 
-import statistics
-import time
-
 import torch
 import torch.distributed as dist
+from timing import in_turns, median
 
 from hyper_parallel import get_platform
 from hyper_parallel.testing import close_ranks, run_ranks
@@ -17,16 +15,9 @@ ROUNDS = 15
 
 
 def interleaved(ways, rounds=ROUNDS):
-    """Median seconds of each way, measured in turns so that the machine's moods meet all of them."""
-    times = {name: [] for name in ways}
-    for number in range(rounds + 2):
-        for name, way in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            if number >= 2:  # the first ones warm up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+    """Median seconds of each way."""
+    found = in_turns(ways, 1, rounds, before=dist.barrier, warm_up=2)
+    return {name: median(found, name) / 1e6 for name in ways}
 
 
 def measure(elements):

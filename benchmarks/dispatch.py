@@ -1,46 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator on distributed tensors costs beyond the plain call, beside torch's own DTensor.
+"""What operators on distributed tensors cost beyond the plain call, beside torch's own DTensor.
 
 make bench
 
-Tiny tensors on 2 ranks, where overhead shows. Ways are measured in turns; each line has the medians over the rounds, in
-microseconds, and the median of the rounds' ratios of overheads, ours over torch's.
+Tiny tensors on 2 ranks, where overhead shows; CPU time of the calling thread, in microseconds: what the threads of the
+backend do meanwhile is not overhead. The ways are measured in turns: each line has the medians over the rounds, and the
+median of the rounds' ratios of overheads, ours over torch's, beside its budget.
 """
 
-import statistics
 import time
 import warnings
 
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor as native
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from timing import in_turns, median, ratio
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.testing import close_ranks, run_ranks
 
 ROUNDS, CALLS = 25, 100
-
-
-def rounds_of(ways, calls=CALLS, rounds=ROUNDS):
-    """Microseconds a call of each way in each round."""
-    found = {name: [] for name in ways}
-    for number in range(rounds + 3):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                way()
-            if number >= 3:  # the first ones warm up
-                found[name].append((time.perf_counter() - start) / calls * 1e6)
-    return found
+TENSORS = {  # shape, and the dim that is cut; None for a copy on both ranks
+    "x": ((8, 4, 8), 0),
+    "y": ((8, 4, 8), 0),
+    "square": ((8, 8), None),
+    "w": ((16, 8), None),
+    "norm": ((8,), None),
+    "q": ((4, 2, 8, 8), 0),
+    "up": ((16, 8), 0),  # column, then row
+    "down": ((8, 16), 1),
+    "h": ((2, 4, 8), None),
+}
+OPERATORS = {
+    "add": lambda t: t["x"] + t["y"],
+    "multiply by a number": lambda t: t["x"] * 2.5,
+    "matmul": lambda t: torch.matmul(t["x"], t["square"]),
+    "linear": lambda t: F.linear(t["x"], t["w"]),
+    "layer_norm": lambda t: F.layer_norm(t["x"], (8,), t["norm"], t["norm"]),
+    "softmax": lambda t: F.softmax(t["x"], -1),
+    "view + transpose": lambda t: t["x"].view(-1, 4, 2, 4).transpose(1, 2),
+    "attention": lambda t: F.scaled_dot_product_attention(t["q"], t["q"], t["q"]),
+    "relu": lambda t: torch.relu(t["x"]),
+    "sum": lambda t: t["x"].sum(-1),
+}
 
 
 def tensors(requires_grad=False):
-    """The same small tensors: plain shards, torch's, ours."""
-    import torch.distributed.tensor as native
-
+    """The same small tensors: plain shards, torch's, ours; and the two meshes."""
     torch.manual_seed(0)
     mesh, theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), native.init_device_mesh("cpu", (2,))
     made = {"plain": {}, "torch": {}, "ours": {}}
-    for name, shape, dim in (("x", (8, 4, 8), 0), ("y", (8, 4, 8), 0), ("w", (16, 8), None), ("v", (8, 16), None)):
+    for name, (shape, dim) in TENSORS.items():
         whole = torch.randn(shape)
         made["ours"][name] = distribute_tensor(whole, mesh, [Replicate() if dim is None else Shard(dim)])
         placed = [native.Replicate() if dim is None else native.Shard(dim)]
@@ -49,87 +60,120 @@ def tensors(requires_grad=False):
     for way in made.values():
         for tensor in way.values():
             tensor.requires_grad_(requires_grad)
-    return made
+    return made, mesh, theirs
 
 
-def block(t):
-    """Some twenty operators without communication in forward."""
-    h = F.layer_norm(t["x"], (8,))
-    h = F.linear(F.gelu(F.linear(h, t["w"])), t["v"]) + t["x"]
-    q = h.unflatten(2, (2, 4)).transpose(1, 2)
-    a = torch.matmul(q, q.transpose(2, 3)).mul(0.5).softmax(-1)
-    return torch.matmul(a, q).transpose(1, 2).flatten(2).mul(t["y"]).sub(h).tanh()
+def block(t, copied=lambda x: x, summed=lambda x: x):
+    """linear, gelu, linear, residual, layer_norm, sum; and backward."""
+    inner = F.linear(F.gelu(F.linear(copied(t["h"]), t["up"])), t["down"])
+    loss = F.layer_norm(summed(inner) + t["h"], (8,), t["norm"], t["norm"]).sum()
+    loss.backward()
+    for name in ("h", "up", "down", "norm"):
+        t[name].grad = None
 
 
-OPERATORS = {
-    "add": lambda t: t["x"] + t["y"],
-    "mul by a number": lambda t: t["x"] * 2.5,
-    "relu": lambda t: torch.relu(t["x"]),
-    "linear": lambda t: F.linear(t["x"], t["w"]),
-    "softmax": lambda t: F.softmax(t["x"], -1),
-    "sum": lambda t: t["x"].sum(-1),
-    "transpose": lambda t: t["x"].transpose(1, 2),
-    "view": lambda t: t["x"].view(-1, 32),
-    "layer_norm": lambda t: F.layer_norm(t["x"], (8,)),
-}
+class Summed(torch.autograd.Function):
+    """The sum over the ranks; the gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
-def forward_and_backward(t):
-    t["x"].grad = None
-    block(t).backward(t["ones"])
+class Copied(torch.autograd.Function):
+    """The same on every rank; the gradient comes in parts."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Summed.forward(ctx, grad)
 
 
-def measure():
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    lines = {}
-    with torch.no_grad():
-        made = tensors()
-        for name, call in OPERATORS.items():
-            lines[name] = rounds_of({way: (lambda t=t, call=call: call(t)) for way, t in made.items()})
-        lines["block forward"] = rounds_of({way: (lambda t=t: block(t)) for way, t in made.items()}, CALLS // 10)
-    made = tensors(requires_grad=True)
-    for t in made.values():
-        for name in ("w", "v"):
-            t[name] = t[name].detach()  # a weight's gradient would be communicated
-        t["ones"] = torch.ones_like(t["x"]).detach()
-    lines["block forward + backward"] = rounds_of(
-        {way: (lambda t=t: forward_and_backward(t)) for way, t in made.items()}, CALLS // 10
-    )
-    lines["add, a shape for the first time"] = first_calls()
-    return lines
+def blocks(made):
+    """The block on both kinds of distributed tensors, and by hand: plain tensors and its two all-reduces."""
+    return {**of_each(made, block), "plain": lambda: block(made["plain"], Copied.apply, Summed.apply)}
 
 
-def first_calls():
-    """A new shape in every call."""
-    import torch.distributed.tensor as native
+def of_each(made, call):
+    """A way for each kind of tensors."""
+    return {way: (lambda t=t: call(t)) for way, t in made.items()}
 
-    mesh, theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), native.init_device_mesh("cpu", (2,))
+
+def redistributions(made, mesh, theirs):
+    """from_local, to_local, and a redistribution that has nothing to do."""
+    local, placed = made["plain"]["x"], [native.Shard(0)]
+    return {
+        "from_local": {
+            "plain": lambda: None,
+            "torch": lambda: native.DTensor.from_local(local, theirs, placed, run_check=False),
+            "ours": lambda: DTensor.from_local(local, mesh, [Shard(0)]),
+        },
+        "to_local": {
+            "plain": lambda: None,
+            "torch": made["torch"]["x"].to_local,
+            "ours": made["ours"]["x"].to_local,
+        },
+        "redistribution without work": {
+            "plain": lambda: None,
+            "torch": lambda: made["torch"]["x"].redistribute(theirs, placed),
+            "ours": lambda: made["ours"]["x"].redistribute(mesh, [Shard(0)]),
+        },
+    }
+
+
+def first_calls(made, mesh, theirs, count=80):
+    """linear on a new shape in every call."""
     found = {"plain": [], "torch": [], "ours": []}
-    for number in range(60):
-        whole = torch.randn(8, 3 + number)
-        ways = {
+    for number in range(count):
+        whole = torch.randn(8, 3 + number, 8)
+        inputs = {
             "plain": whole.chunk(2)[0],
             "torch": native.distribute_tensor(whole, theirs, [native.Shard(0)]),
             "ours": distribute_tensor(whole, mesh, [Shard(0)]),
         }
-        for name, x in ways.items():
-            start = time.perf_counter()
-            _ = x + x
+        for name, x in inputs.items():
+            start = time.thread_time()
+            F.linear(x, made[name]["w"])
             if number >= 10:
-                found[name].append((time.perf_counter() - start) * 1e6)
+                found[name].append((time.thread_time() - start) * 1e6)
     return found
+
+
+def measure():
+    """(title, budget, times) of every line, on this rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    lines = []
+    with torch.no_grad():
+        made, mesh, theirs = tensors()
+        for name, call in OPERATORS.items():
+            lines.append((name, 0.5, in_turns(of_each(made, call), CALLS, ROUNDS, time.thread_time)))
+        lines.append(("linear, a shape for the first time", 0.1, first_calls(made, mesh, theirs)))
+        for name, ways in redistributions(made, mesh, theirs).items():
+            budget = {"from_local": 0.2, "redistribution without work": 0.5}.get(name)
+            lines.append((name, budget, in_turns(ways, CALLS, ROUNDS, time.thread_time)))
+    made, _, _ = tensors(requires_grad=True)
+    lines.append(("block, forward + backward", 0.2, in_turns(blocks(made), CALLS // 5, ROUNDS, time.thread_time)))
+    return lines
 
 
 def main():
     [lines, _] = run_ranks(measure, 2, timeout=600)
     close_ranks()
-    print(f"{'microseconds a call':<34}{'plain':>9}{'torch':>9}{'ours':>9}   overhead, ours / torch's")
-    for name, found in lines.items():
-        plain, theirs, ours = (statistics.median(found[way]) for way in ("plain", "torch", "ours"))
-        rounds = zip(found["plain"], found["torch"], found["ours"], strict=True)
-        ratio = statistics.median((o - p) / (t - p) for p, t, o in rounds)
-        print(f"{name:<34}{plain:>9.1f}{theirs:>9.1f}{ours:>9.1f}   {ratio:.2f}")
+    print("\nOverhead, microseconds of CPU time a call, on 2 ranks")
+    print(f"{'':36}{'plain':>9}{'torch':>9}{'ours':>9}   overhead, ours / torch's   budget")
+    for name, budget, found in lines:
+        times = "".join(f"{median(found, way):9.1f}" for way in ("plain", "torch", "ours"))
+        print(f"{name:36}{times}{ratio(found, 'ours', 'torch', beyond='plain'):>15.2f}{budget or '':>19}")
 
 
 if __name__ == "__main__":
