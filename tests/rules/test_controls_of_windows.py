@@ -47,7 +47,7 @@ BROKEN = [  # the case, the operator, what is broken in it, why that is wrong
     ("max_pool2d", "max_pool2d", linear("max_pool2d", (0,)), "not linear"),
     ("lp_pool2d", "lp_pool2d", linear("lp_pool2d", (0,)), "not linear"),
     ("interpolate bicubic", "interpolate", unmarked("interpolate"), "the whole mark is lost"),
-    ("im2col", "im2col", rewritten("im2col", "(c k)", "(k c)"), "channels inside"),
+    ("im2col", "im2col", rewritten("im2col", "(c k!)", "(k c)"), "channels inside"),
     ("pixel_shuffle", "pixel_shuffle", local(lambda here, input, **_: input.reshape(here.shape())), "in another order"),
     ("grid_sample", "grid_sample", linear("grid_sample", (1,)), "not linear in the grid"),
     ("grid_sample", "grid_sample", unmarked("grid_sample", "s0!"), "the whole mark is lost"),

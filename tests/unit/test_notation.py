@@ -37,6 +37,7 @@ GOLDEN = [
     "+[... n], n -> n",
     "... {dim=v}@, j -> ... {dim=j}",
     "(a) {dim=1}! -> a",
+    "n (c! k) -> n c (k d!)",
 ]
 
 
@@ -74,7 +75,8 @@ def test_an_unnamed_attribute_names_its_factor():
         ("... a ... -> a", 6, "'...' only once"),
         ("() -> a", 1, "expected a factor, got '\\)'"),
         ("(a ...) -> a", 3, "expected a factor or '\\)', got '...'"),
-        ("(a b!) -> a", 4, "expected a factor or '\\)', got '!'"),
+        ("(a b@) -> a", 4, "expected a factor or '\\)', got '@'"),
+        ("a@ (a! b) -> b", 5, "factor a is marked '@' before"),
         ("{} -> a", 1, "the name of an attribute, got '}'"),
         ("{dim -> a", 5, "expected '=' or '}', got '->'"),
         ("{dim=2} -> a", 5, "expected a factor or 1, got '2'"),
@@ -125,7 +127,9 @@ NAMES = st.sampled_from(["a", "b2", "_c", "dim"])
 MARKS = st.sampled_from(["", "!"])
 DIMS = st.one_of(
     st.builds(Named, NAMES, MARKS),
-    st.builds(Merged, st.lists(NAMES, min_size=1, max_size=3).map(tuple)),
+    st.lists(NAMES, min_size=1, max_size=3).flatmap(
+        lambda names: st.builds(Merged, st.just(tuple(names)), st.sampled_from([(), tuple(dict.fromkeys(names))]))
+    ),
     st.builds(At, NAMES, st.sampled_from(["", "1", "a"]), MARKS),
 )
 

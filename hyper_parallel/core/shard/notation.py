@@ -7,7 +7,7 @@ rule   := tensor ("," tensor)* "->" tensor ("," tensor)*
 tensor := "+"? dim*  |  "+"? "[" dim* "]"      no dims: a scalar; "+": added, not multiplied; [ ]: a list of tensors
 dim    := "..."                                the other dims, right-aligned between the tensors
         | name mark?                           a factor
-        | "(" name+ ")"                        merged dims, outermost first
+        | "(" (name "!"?)+ ")"                 merged dims, outermost first
         | "{" attr ("=" (name | "1"))? "}" mark?     at the position that an attribute of the call gives
 mark   := "!" (whole)  |  "@" (looked up)      belongs to the factor: written once, it holds wherever the factor is
 """
@@ -68,10 +68,11 @@ class Merged:
     """``(h g)``: one dim of h * g, in which h is the outer factor."""
 
     factors: tuple[str, ...]
+    whole: tuple[str, ...] = ()  # those marked "!": where the outer ones have size one, they could be cut
     mark: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        return f"({' '.join(self.factors)})"
+        return f"({' '.join(name + WHOLE * (name in self.whole) for name in self.factors)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Notation:
     def __post_init__(self) -> None:
         dims = [dim for tensor in (*self.operands, *self.results) for dim in tensor.dims]
         object.__setattr__(self, "marks", {name: dim.mark for dim in dims for name in dim.factors if dim.mark})
+        self.marks.update({name: WHOLE for dim in dims if isinstance(dim, Merged) for name in dim.whole})
 
     def __str__(self) -> str:
         left, right = (", ".join(map(str, side)).rstrip() for side in (self.operands, self.results))
@@ -188,11 +190,15 @@ class _Reader:
         return Named(name, self._mark(name))
 
     def _merged(self) -> Merged:
-        names = [self._name("a factor")]
-        while self._token.isidentifier():
+        names: list[str] = []
+        whole: list[str] = []
+        while self._token.isidentifier() or not names:
             names.append(self._name("a factor"))
+            if self._token == WHOLE:
+                self._mark(names[-1])
+                whole.append(names[-1])
         self._expect(")", "a factor or ')'")
-        return Merged(tuple(names))
+        return Merged(tuple(names), tuple(dict.fromkeys(whole)))
 
     def _at(self) -> At:
         attr, name = self._name("the name of an attribute"), ""

@@ -104,6 +104,9 @@ def fractional(pool, **how):
 
 
 COMPOSITES = [
+    OpCase("fold into one channel", lambda x: F.fold(x, (4, 4), 2, stride=2), "a44", sizes=("uneven",)),
+    OpCase("unfold of one channel", lambda x: F.unfold(x, 2), "a144", sizes=("uneven",)),
+    OpCase("pixel_unshuffle of one channel", lambda x: F.pixel_unshuffle(x, 2), "a122", sizes=("uneven",)),
     op("max_unpool1d back", unpooled(F.max_pool1d, F.max_unpool1d, 2), "ab4"),
     op("max_unpool2d back", unpooled(F.max_pool2d, F.max_unpool2d, 2), "ab44"),
     op("max_unpool3d back", unpooled(F.max_pool3d, F.max_unpool3d, 2), "a444"),

@@ -2,7 +2,7 @@
 # ruff: noqa: A002 - operands have the names that torch gives them
 """Normalizations: whole along what they normalize over, except that a batch which is cut has common statistics.
 
-layer_norm   "... n!, n!, n! -> ... n!"          group_norm   "b (g c) s!, (g c), (g c) -> b (g c) s!"
+layer_norm   "... n!, n!, n! -> ... n!"          group_norm   "b (g c!) s!, (g c!), (g c!) -> b (g c!) s!"
 batch_norm   "b! c s!, c, c, c, c -> b! c s!"    in training; by the mean and variance of all ranks where b or s is cut
 """
 
@@ -37,8 +37,7 @@ def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, **_: Any) -
     spatial = _spatial(input)
     # One value a group: torch refuses a batch of one, which a shard may be though the whole is not.
     batch = "b!" if math.prod(input.shape[1:]) == num_groups else "b"
-    channels = "(g c)" if num_groups > 1 else "c!"  # one group must be whole, and no cut goes through a factor of one
-    text = f"{batch} {channels} {spatial}, {channels}, {channels} -> {batch} {channels} {spatial}"
+    text = f"{batch} (g c!) {spatial}, (g c!), (g c!) -> {batch} (g c!) {spatial}"
     return Ruled(Rule(text), {"g": num_groups}, [input, weight, bias])
 
 

@@ -3,7 +3,7 @@
 """Images seen through windows: pools, other sizes, patches, samples at a grid. What a window moves along is whole.
 
 avg_pool2d    "n c h! w! -> n c y! x!"               grid_sample     "n c h! w!, n y x two! -> n c y x"
-im2col        "n c h! w! -> n (c k) l!"              pixel_shuffle   "... (c i j) h w -> ... c (h i) (w j)"
+im2col        "n c h! w! -> n (c k!) l!"             pixel_shuffle   "... (c i! j!) h w -> ... c (h i!) (w j!)"
 
 The framework itself is asked how large the results are, and it is given something where a rank has nothing.
 """
@@ -213,14 +213,14 @@ def _area(kernel_size: Any) -> int:
 def _im2col(input: Any, kernel_size: Any, **more: Any) -> Ruled:
     ((*_, columns),) = shapes_of("im2col", {"input": input, "kernel_size": kernel_size, **more})
     batch = "n " * (len(input.shape) == 4)
-    text = f"{batch}c h! w! -> {batch}(c k) l!"
+    text = f"{batch}c h! w! -> {batch}(c k!) l!"
     return Ruled(Rule(text, linear=((0,),), broadcast="none"), {"k": _area(kernel_size), "l": columns})
 
 
 def _col2im(input: Any, kernel_size: Any, **more: Any) -> Ruled:
     ((*_, height, width),) = shapes_of("col2im", {"input": input, "kernel_size": kernel_size, **more})
     batch = "n " * (len(input.shape) == 3)
-    text = f"{batch}(c k) l! -> {batch}c h! w!"
+    text = f"{batch}(c k!) l! -> {batch}c h! w!"
     sizes = {"k": _area(kernel_size), "h": height, "w": width}
     return Ruled(Rule(text, linear=((0,),), broadcast="none"), sizes)
 
@@ -246,8 +246,8 @@ def _pixels(text: str, name: str, factor: str) -> None:
     operator(name, f"input, {factor}", rule, local=of_shard)
 
 
-_pixels("... (c i j) h w -> ... c (h i) (w j)", "pixel_shuffle", "upscale_factor")
-_pixels("... c (h i) (w j) -> ... (c i j) h w", "pixel_unshuffle", "downscale_factor")
+_pixels("... (c i! j!) h w -> ... c (h i!) (w j!)", "pixel_shuffle", "upscale_factor")
+_pixels("... c (h i!) (w j!) -> ... (c i! j!) h w", "pixel_unshuffle", "downscale_factor")
 
 
 def _channel_shuffle(input: Any, groups: int) -> Any:
