@@ -6,25 +6,35 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.operators import operators_come_from as _operators_come_from
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard, StridedShard
+from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Replicate, Shard, StridedShard
 from hyper_parallel.platform import CheckpointPolicy, CommunicationError, Platform, PlatformType, get_platform
 
 if TYPE_CHECKING:
     from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_module, distribute_tensor
     from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
+    from hyper_parallel.core.tensor_parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointPolicy",
+    "ColwiseParallel",
     "CommunicationError",
     "DTensor",
     "DeviceMesh",
+    "FusedShard",
     "Layout",
     "Partial",
     "Platform",
     "PlatformType",
     "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
     "SkipDTensorDispatch",
     "StridedShard",
@@ -33,10 +43,15 @@ __all__ = [
     "get_current_mesh",
     "get_platform",
     "init_device_mesh",
+    "parallelize_module",
 ]
 
 # Tensors of the framework: asking for them chooses the framework and imports it.
-_OF_THE_FRAMEWORK = ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor")
+_OF_THE_FRAMEWORK = {
+    **dict.fromkeys(("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"), "dtensor.dtensor"),
+    **dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "tensor_parallel.style"),
+    "parallelize_module": "tensor_parallel.api",
+}
 
 
 def _dispatcher() -> Any:
@@ -50,7 +65,7 @@ _operators_come_from(_dispatcher)
 
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_FRAMEWORK:
-        from hyper_parallel.core.dtensor import dtensor
+        import importlib
 
-        return getattr(dtensor, name)
+        return getattr(importlib.import_module(f"{__name__}.core.{_OF_THE_FRAMEWORK[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

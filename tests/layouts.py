@@ -44,11 +44,16 @@ def own_indices(layout, shape, coordinate):
     for size, axes in zip(shape, layout.dim_axes, strict=True):
         indices = torch.arange(size)
         for axis in axes:
-            pieces = indices.chunk(layout.mesh_shape[axis]) if len(indices) else ()
-            place = coordinate[axis]
-            indices = pieces[place] if place < len(pieces) else indices[:0]
+            sections = getattr(layout.placements[axis], "sections", (len(indices),))
+            pieces = [_piece(part, layout.mesh_shape[axis], coordinate[axis]) for part in indices.split(sections)]
+            indices = torch.cat(pieces)
         found.append(indices.numpy())
     return found
+
+
+def _piece(indices, count, place):
+    pieces = indices.chunk(count) if len(indices) else ()
+    return pieces[place] if place < len(pieces) else indices[:0]
 
 
 def split_up(whole, layout, rng):

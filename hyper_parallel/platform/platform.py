@@ -92,6 +92,18 @@ class Traffic:
     backward: bool
 
 
+class Projection(NamedTuple):
+    """What the dims of a module's weight are: ``out`` that of its outputs, ``into`` that of its inputs.
+
+    ``kind`` is "linear", "embedding" or "convolution"; ``features`` is the dim of activations that the weight works on.
+    """
+
+    kind: str
+    out: int
+    into: int
+    features: int
+
+
 class Platform(ABC):
     """What the core may ask of a framework. ``group=None`` means the default group everywhere."""
 
@@ -532,8 +544,28 @@ class Platform(ABC):
         """Whether what is computed from the tensor now is recorded for backward."""
 
     @abstractmethod
+    def accumulates_gradient(self, leaf: Any) -> bool:
+        """Whether the backward that runs now only adds to a leaf's gradient: nobody asks for it, no hook sees it."""
+
+    @abstractmethod
+    def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
+        """Adds to the gradient of a leaf; the tensor may become the gradient itself."""
+
+    @abstractmethod
+    def backward_number(self) -> int:
+        """What tells the backward that runs now from others."""
+
+    @abstractmethod
+    def after_backward(self, call: Callable[[], None]) -> None:
+        """Calls something once, when the backward that runs now is done and before its caller goes on."""
+
+    @abstractmethod
     def is_dense(self, tensor: Any) -> bool:
         """Whether a tensor has a place in memory for each of its elements, as a sparse one has not."""
+
+    @abstractmethod
+    def is_meta(self, tensor: Any) -> bool:
+        """Whether a tensor has a shape and a dtype but no data."""
 
     @abstractmethod
     def version_of(self, tensor: Any) -> int | None:
@@ -644,14 +676,23 @@ class Platform(ABC):
         """Whether the module is an embedding."""
 
     @abstractmethod
+    def projection(self, module: Any) -> Projection | None:
+        """Which dims of the weight of a linear layer, an embedding or a convolution are what; None for others."""
+
+    @abstractmethod
     def register_forward_pre_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Calls ``hook`` before the module's forward; returns a handle with remove()."""
 
     @abstractmethod
-    def register_forward_hook(self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False) -> Any:
-        """Calls ``hook(module, args[, kwargs], output)`` after forward; what it returns replaces the output."""
+    def register_forward_hook(
+        self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False, always_call: bool = False
+    ) -> Any:
+        """Calls ``hook(module, args[, kwargs], output)`` after forward; what it returns replaces the output.
+
+        ``always_call``: also where forward raised an error.
+        """
 
     @abstractmethod
     def own_tensors(self, module: Any) -> list[tuple[str, Any]]:

@@ -45,6 +45,20 @@ def test_walking_a_module(platform):
     assert not platform.is_embedding_module(model.head)
 
 
+def test_the_dims_of_weights(platform):
+    for module, dims in (
+        (nn.Linear(2, 3), ("linear", 0, 1, -1)),
+        (nn.Embedding(5, 3), ("embedding", 1, 0, -1)),
+        (nn.Conv2d(2, 3, 1), ("convolution", 0, 1, -3)),
+        (nn.ConvTranspose1d(2, 3, 1), ("convolution", 1, 0, -2)),
+        (nn.LayerNorm(3), None),
+    ):
+        assert platform.projection(module) == dims
+    transposed = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})
+    assert platform.projection(transposed()) == ("linear", 1, 0, -1)
+    assert platform.projection(type("Conv1D", (nn.Module,), {})()) is None
+
+
 @pytest.mark.parametrize("prefix", ["", "self."])
 def test_finding_a_parameter(platform, prefix):
     model = Tied()

@@ -37,6 +37,52 @@ def test_is_tensor(platform):
     assert not platform.is_floating_point(torch.ones(1, dtype=torch.int32))
     assert platform.is_dense(torch.ones(1))
     assert not platform.is_dense(torch.ones(1).to_sparse())
+    assert platform.is_meta(torch.ones(1, device="meta"))
+    assert not platform.is_meta(torch.ones(1))
+
+
+class Asked(torch.autograd.Function):
+    """Asks in backward about the leaf that it was given."""
+
+    @staticmethod
+    def forward(ctx, x, told):
+        ctx.leaf, ctx.told = x, told
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        platform = get_platform()
+        ctx.told.append((platform.accumulates_gradient(ctx.leaf), platform.backward_number()))
+        platform.after_backward(lambda: ctx.told.append("after"))
+        return grad, None
+
+
+def test_what_backward_does_with_a_leaf(platform):
+    x, told = torch.ones(2, requires_grad=True), []
+    y = Asked.apply(x, told)
+    y.sum().backward(retain_graph=True)
+    torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    handle = x.register_hook(lambda grad: None)
+    y.sum().backward(retain_graph=True)
+    handle.remove()
+    x.register_post_accumulate_grad_hook(lambda leaf: None)
+    y.sum().backward()
+    assert [entry[0] if entry != "after" else entry for entry in told] == [
+        True, "after", False, "after", False, "after", False, "after",
+    ]  # fmt: skip
+    numbers = [entry[1] for entry in told if entry != "after"]
+    assert len(set(numbers)) == 4, "every backward has a number of its own"
+    assert platform.backward_number() not in numbers
+    y = Asked.apply(x * 1, told)
+    y.sum().backward()
+    assert told[-2][0] is False, "it is no leaf"
+
+
+def test_adding_to_a_gradient(platform):
+    x = torch.ones(2, requires_grad=True)
+    platform.accumulate_gradient(x, torch.tensor([1.0, 2.0]))
+    platform.accumulate_gradient(x, torch.tensor([1.0, 2.0]))
+    assert x.grad.tolist() == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 8])

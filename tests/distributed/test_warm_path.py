@@ -47,12 +47,13 @@ SHORT = {  # calls whose second time is compiled
     "a weight": lambda t: F.linear(t["x"], t["w"]),
     "an empty key word": lambda t: F.linear(t["x"], t["w"], bias=None),
     "booleans as result": lambda t: t["x"] > t["y"],
+    "in place": lambda t: (t["x"] * 1.0).add_(1.0),
+    "in place, several tensors": lambda t: (t["x"] * 1.0).addcmul_(t["x"], t["y"], value=0.5),
 }
 LONG = {  # calls that Python does every time
     "a list of tensors": lambda t: torch.cat([t["x"], t["y"]], 1),
     "an index": lambda t: t["x"][:, 1:3],
     "several results": lambda t: t["x"].max(-1),
-    "in place": lambda t: t["x"].clone().add_(1.0),
 }
 
 

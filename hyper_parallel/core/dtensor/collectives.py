@@ -10,13 +10,14 @@ contributes to is the same sum.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut
-from hyper_parallel.core.dtensor.placement_types import Partial, Replicate
+from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Replicate
 from hyper_parallel.core.dtensor.redistribution import Box, Plan, Step, box, overlap, plan, volume
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.transform import chunk_sizes
@@ -130,7 +131,9 @@ def run(steps: Plan, local: Any) -> Any:
     """This rank's shard after the plan; for a shard that is not recorded, or where nothing is."""
     platform, before = get_platform(), steps.source
     for step, after in zip(steps.steps, steps.layouts, strict=True):
-        local = _RUN[step.kind](_At(platform, step, before, steps.shape), local)
+        inside = before.is_fused and not step.sections
+        layout, shape = before.within_pieces(steps.shape) if inside else (before, steps.shape)
+        local = _RUN[step.kind](_At(platform, step, layout, shape), local)
         before = after
     return local
 
@@ -160,6 +163,10 @@ class _At(NamedTuple):
         outer = [(sizes[axis], self.place[axis]) for axis in self.before.dim_axes[dim] if axis != self.step.axis]
         return chunk_sizes(cut(self.shape[dim], outer)[1], sizes[self.step.axis])
 
+    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
+        """What a rank along the step's axis has of a dim that is cut section by section."""
+        return FusedShard(self.step.dim, self.step.sections).spans(self.before.mesh_shape[self.step.axis], index)
+
     def boxes(self, coordinate: Sequence[int]) -> tuple[Box, Box]:
         """What a place of the mesh has before the step, and what it has after an exchange."""
         sizes, target = self.before.mesh_shape, self.step.target or self.before.dim_axes
@@ -167,13 +174,28 @@ class _At(NamedTuple):
 
 
 def _slice(at: _At, local: Any) -> Any:
+    if at.step.sections:
+        spans = at.spans(at.place[at.step.axis])
+        return at.platform.cat([_along(local, at.step.dim, *span) for span in spans], at.step.dim)
     piece = at.platform.chunk(local, at.step.dim, at.before.mesh_shape[at.step.axis], at.place[at.step.axis])
     return at.platform.clone(piece)  # a view would hold on to the whole
 
 
 def _all_gather(at: _At, local: Any) -> Any:
-    dim = at.step.dim
-    return at.platform.get_tensor_transform().all_gather(local, dim, at.group, at.sizes_along(dim))
+    dim, gather = at.step.dim, at.platform.get_tensor_transform().all_gather
+    if not at.step.sections:
+        return gather(local, dim, at.group, at.sizes_along(dim))
+    spans = [at.spans(index) for index in range(at.before.mesh_shape[at.step.axis])]
+    gathered = gather(local, dim, at.group, [sum(size for _, size in pieces) for pieces in spans])
+    # Rank by rank the pieces of all sections came, and section by section those of all ranks are wanted.
+    sizes = [size for pieces in spans for _, size in pieces]
+    starts = [start for pieces in spans for start, _ in pieces]
+    came = list(zip(starts, itertools.accumulate(sizes, initial=0), sizes))  # noqa: B905 - one sum more than sizes
+    return at.platform.cat([_along(gathered, dim, begin, size) for _, begin, size in sorted(came)], dim)
+
+
+def _along(tensor: Any, dim: int, start: int, size: int) -> Any:
+    return tensor[(slice(None),) * dim + (slice(start, start + size),)]
 
 
 def _all_to_all(at: _At, local: Any) -> Any:

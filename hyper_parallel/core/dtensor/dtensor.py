@@ -24,7 +24,8 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.dtensor.routes import local_for, versions
+from hyper_parallel.core.dtensor.routes import local_for, routes_of_moved, versions
+from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -50,14 +51,21 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
         whole = layout.get_global_shape(local_tensor.shape) if shape is None else tuple(shape)
-        if shape is not None and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
+        told = shape is not None or layout.is_fused  # sections say the size of their dim
+        if told and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
             raise ValueError(
                 f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but {layout} "
                 f"gives it {expected} of a tensor of shape {whole}"
             )
         if run_check:
             _check_ranks(local_tensor, layout, whole)
-        made = DTensor(local_tensor, layout, whole)
+        return DTensor.of_plain(local_tensor, layout, whole)
+
+    @staticmethod
+    def of_plain(local: Any, layout: Layout, shape: Any) -> DTensor:
+        """``from_local`` for those who know that the shard fits."""
+        made = DTensor(local, layout, shape)
+        spec_of(made)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
         made._is_plain = True
         return made
@@ -92,11 +100,13 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         if target is self._layout:
             return self
         made = DTensor(local_for(self, target, implicit=False), target, self._shape)
+        spec_of(made)
         pairs = zip(self._layout.placements, target.placements, strict=True)
         if any(before.is_shard() and after.is_replicate() for before, after in pairs):
             # Parts of its gradient go straight back to the shards, as long as neither is changed in place.
             made._origin = self
             made._origin_versions = versions(self, made)
+            made._routes = routes_of_moved(self, target)
         return made
 
     def reduce_partial(self) -> DTensor:
@@ -204,7 +214,7 @@ def distribute_module(
     for name, submodule in platform.get_cells_and_names(module):
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-    _replicate_what_is_left(module, mesh)
+    replicate_rest(module, mesh)
     if enter is not None:
         platform.register_forward_pre_hook(module, lambda owner, inputs: enter(owner, inputs, mesh))
     if leave is not None:
@@ -213,14 +223,19 @@ def distribute_module(
     return module
 
 
-def _replicate_what_is_left(module: Any, mesh: DeviceMesh) -> None:
+def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None = None) -> None:
+    """Puts what a module and those in it have, and what does not lie on a mesh yet, on every rank of one.
+
+    ``src_data_rank``: the place in the mesh of the rank whose data all others get; None where each has its own.
+    """
     done: dict[int, tuple[Any, Any]] = {}  # a tensor that two modules share stays one
     for _, submodule in platform.get_cells_and_names(module):
         for name, tensor in platform.own_tensors(submodule):
             if isinstance(tensor, DTensor):
                 continue
             if id(tensor) not in done:
-                made = distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)
+                source = None if src_data_rank is None or platform.is_meta(tensor) else mesh.rank_list[src_data_rank]
+                made = distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=source)
                 platform.set_own_tensor(submodule, name, made)
                 done[id(tensor)] = tensor, dict(platform.own_tensors(submodule))[name]
             else:
@@ -283,7 +298,7 @@ def randn(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, de
 def _drawn(call: str, draw: Any, size: Any, device_mesh: Any, placements: Any, dtype: Any, device: Any) -> DTensor:
     shape, layout = _asked(call, size, device_mesh, placements)
     # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
-    shard = draw(shape, dtype=dtype, device=device)[layout.local_slices(shape)]
+    shard = layout.part_of(draw(shape, dtype=dtype, device=device))
     return DTensor(platform.clone(shard), layout, shape)
 
 

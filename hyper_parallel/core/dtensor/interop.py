@@ -19,7 +19,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor
 
@@ -124,6 +124,11 @@ def _placement(kind: str, *details: Any) -> Placement:
 
 
 def _parts_of(placement: Placement) -> tuple[Any, ...]:
+    if isinstance(placement, FusedShard):
+        raise ValueError(
+            f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
+            f"redistribute() to Shard({placement.dim}) first"
+        )
     if isinstance(placement, Shard):
         return ("shard", placement.dim, placement.split_factor if isinstance(placement, StridedShard) else 1)
     return ("partial", placement.reduce_op) if isinstance(placement, Partial) else ("replicate",)

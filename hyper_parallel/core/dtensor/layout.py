@@ -12,19 +12,31 @@ another. A layout that is given by placements does not know how many dims a tens
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard, StridedShard, commute
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    commute,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.transform import chunk_sizes
 
 NONE = "None"  # an alias for: no axis cuts this dim
+
+Spans = tuple[tuple[int, int], ...]  # (offset, size) of pieces along a dim
 
 _known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
@@ -32,11 +44,12 @@ _known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 class Layout:
     """A mesh with placements; without them it is what others are made from by calling it."""
 
-    __slots__ = ("__weakref__", "_dim_axes", "mesh", "ndim", "placements")
+    __slots__ = ("__weakref__", "_dim_axes", "is_fused", "mesh", "ndim", "placements")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one an axis; empty before any are given
     ndim: int | None  # of the tensors it is for, if that is known
+    is_fused: bool  # whether any axis cuts a dim section by section
     _dim_axes: tuple[tuple[int, ...], ...] | None
 
     def __new__(
@@ -114,7 +127,10 @@ class Layout:
 
     def reset_partial(self) -> Layout:
         """The layout with Replicate where a reduction is pending."""
-        return self.with_placements([Replicate() if p.is_partial() else p for p in self._placed("reset_partial")])
+        placements = self._placed("reset_partial")
+        if not any(isinstance(p, Partial) for p in placements):
+            return self
+        return self.with_placements([Replicate() if p.is_partial() else p for p in placements])
 
     # --- from the tensor's side
 
@@ -158,29 +174,75 @@ class Layout:
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole if every rank has a shard of this shape; a tensor of uneven shards has another."""
         bound = self.bind(len(local_shape))
-        return tuple(size * bound.get_dim_split_num(dim) for dim, size in enumerate(local_shape))
+        whole = [size * bound.get_dim_split_num(dim) for dim, size in enumerate(local_shape)]
+        for placement in bound.fused.values():
+            whole[placement.dim] = sum(placement.sections)
+        return tuple(whole)
 
     def repeat_num(self) -> int:
         """How many ranks have the same data."""
         placed = zip(self.mesh_shape, self._placed("repeat_num"), strict=True)
         return math.prod(size for size, placement in placed if placement.is_replicate())
 
+    # --- dims that are cut section by section
+
+    @property
+    def fused(self) -> dict[int, FusedShard]:
+        """The axes that cut a dim section by section, with their placements."""
+        return {axis: p for axis, p in enumerate(self.placements) if isinstance(p, FusedShard)}
+
+    def unfused(self) -> Layout:
+        """The layout with each dim cut as one, by the same axes."""
+        return self.with_placements([Shard(p.dim) if isinstance(p, FusedShard) else p for p in self.placements])
+
+    def within_pieces(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> tuple[Layout, tuple[int, ...]]:
+        """How the other axes have among them the pieces that this place has of dims cut section by section.
+
+        They see one tensor, of the shape returned, which is none of the business of the axes that cut those dims.
+        """
+        bound, sizes = self.bind(len(shape)), list(shape)
+        for placement in bound.fused.values():
+            sizes[placement.dim] = sum(size for _, size in bound.spans_of(shape, coordinate)[placement.dim])
+        others = [Replicate() if isinstance(p, FusedShard) else p for p in bound.placements]
+        return bound.with_placements(others), tuple(sizes)
+
     # --- shards
+
+    def spans_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[Spans, ...]:
+        """For each dim (offset, size) of the pieces that a place of the mesh has, this rank if none is given.
+
+        There is one piece, or one for each section of a dim that is cut section by section.
+        """
+        bound, place = self.bind(len(shape)), self._coordinate(coordinate)
+        return tuple(bound._spans(dim, size, place) for dim, size in enumerate(shape))
+
+    def boxes_of(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The boxes, (offset, size) along each dim, that a place of the mesh has; the last dim changes first."""
+        return tuple(itertools.product(*self.spans_of(shape, coordinate)))
 
     def shard_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
         """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
-        bound, place = self.bind(len(shape)), self._coordinate(coordinate)
-        sizes = self.mesh.mesh_shape
-        return tuple(
-            cut(size, [(sizes[axis], place[axis]) for axis in axes]) if axes else (0, size)
-            for size, axes in zip(shape, bound.dim_axes, strict=True)
-        )
+        if self.is_fused:
+            raise ValueError(f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()")
+        return tuple(span for (span,) in self.spans_of(shape, coordinate))
+
+    def part_of(self, whole: Any) -> Any:
+        """What this rank has of a plain tensor that is whole; mostly a view of it."""
+        for dim, spans in enumerate(self.spans_of(tuple(whole.shape))):
+            before = (slice(None),) * dim
+            parts = [whole[(*before, slice(start, start + size))] for start, size in spans]
+            whole = parts[0] if len(parts) == 1 else get_platform().cat(parts, dim)
+        return whole
 
     def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """The shape of the shard at a place of the mesh, this rank's if none is given."""
         if not any(self.bind(len(shape)).dim_axes):
             return tuple(shape)
-        return tuple(size for _, size in self.shard_of(shape, coordinate))
+        return tuple(sum(size for _, size in spans) for spans in self.spans_of(shape, coordinate))
 
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """What this rank has of a tensor of that shape."""
@@ -263,6 +325,17 @@ class Layout:
     def _coordinate(self, coordinate: Sequence[int] | None) -> Sequence[int]:
         return self.mesh.own_coordinate(f"a shard of {self}") if coordinate is None else coordinate
 
+    def _spans(self, dim: int, size: int, place: Sequence[int]) -> Spans:
+        axes = self.dim_axes[dim]
+        placement = self.placements[axes[0]] if axes else None
+        if not isinstance(placement, FusedShard):
+            return (cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes]),)
+        if sum(placement.sections) != size:
+            raise ValueError(
+                f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}"
+            )
+        return placement.spans(self.mesh_shape[axes[0]], place[axes[0]])
+
 
 def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
     key = (mesh, placements, ndim)
@@ -270,7 +343,8 @@ def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | N
     if found is None:
         _check_order(mesh)
         made = object.__new__(Layout)
-        for name, value in (("mesh", mesh), ("placements", placements), ("ndim", ndim)):
+        is_fused = any(isinstance(p, FusedShard) for p in placements)
+        for name, value in (("mesh", mesh), ("placements", placements), ("ndim", ndim), ("is_fused", is_fused)):
             object.__setattr__(made, name, value)
         object.__setattr__(made, "_dim_axes", _ordered_axes(made) if ndim is not None else None)
         found = _known.setdefault(key, made)
@@ -311,8 +385,7 @@ def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
     if not -ndim <= placement.dim < ndim:
         name = layout.alias_name[axis]
         raise ValueError(f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims")
-    dim = placement.dim % ndim
-    return StridedShard(dim, placement.split_factor) if isinstance(placement, StridedShard) else Shard(dim)
+    return replace(placement, dim=placement.dim % ndim)
 
 
 def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -328,6 +401,9 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
             placement = layout.placements[axis]
             if placement.is_shard(dim):
                 order.insert(_position(layout, axis, placement, order), axis)
+        if len(order) > 1 and any(isinstance(layout.placements[axis], FusedShard) for axis in order):
+            names = [layout.alias_name[axis] for axis in sorted(order)]
+            raise ValueError(f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}")
         found.append(tuple(order))
     return tuple(found)
 

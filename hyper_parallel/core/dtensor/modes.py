@@ -5,19 +5,23 @@ with explicit():                  a redistribution that nobody asked for is an e
 with strict():                    an operator without a rule is an error (HYPER_PARALLEL_STRICT=1 for the whole process)
 with implicit_replication():      a plain tensor among distributed ones is taken to be the same on every rank
 with SkipDTensorDispatch():       operators run on the shards
+with loss_parallel():             cross_entropy takes plain targets and moves no scores (in core.tensor_parallel)
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.platform import get_platform
 
 HYPER_PARALLEL_STRICT = "HYPER_PARALLEL_STRICT"
+
+# For an operator, of its arguments by name: the plain tensors among them, by their ids, as distributed ones.
+PlacePlain = Callable[..., Mapping[int, Any]]
 
 
 class Modes(threading.local):
@@ -28,6 +32,8 @@ class Modes(threading.local):
         self.explicit = False
         self.replicate_plain = False
         self.skip: frozenset[str] | None = None  # the operators that are not skipped; None where nothing is
+        self.loss_parallel = False  # the scores of a loss stay where they are
+        self.plain: Mapping[str, PlacePlain] = {}  # the operators for which it is known how plain tensors lie
 
 
 MODES = Modes()

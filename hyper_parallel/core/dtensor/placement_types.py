@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tensor lies on one axis of the mesh: cut, copied, or waiting to be reduced.
 
-Shard(0)        the pieces of dim 0 lie on the ranks of the axis
-Replicate()     every rank has the whole
-Partial("sum")  every rank has a part, and the sum of the parts is the tensor
+Shard(0)                   the pieces of dim 0 lie on the ranks of the axis
+FusedShard(0, (16, 8, 8))  the same for each of three sections of dim 0: a rank has its pieces of all of them
+Replicate()                every rank has the whole
+Partial("sum")             every rank has a part, and the sum of the parts is the tensor
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.platform.platform import REDUCE_OPS
+from hyper_parallel.platform.transform import chunk_sizes
 
 
 class Placement:
@@ -62,6 +64,36 @@ class StridedShard(Shard):
 
     def __str__(self) -> str:
         return f"S({self.dim}, {self.split_factor})"
+
+
+@dataclass(frozen=True)
+class FusedShard(Shard):
+    """Cut along ``dim`` section by section, each as torch.chunk cuts; a rank has its pieces one after the other.
+
+    One weight that makes q, k and v needs it: its rows are those of three layers, and each rank has its heads of all.
+    """
+
+    sections: tuple[int, ...]  # their sizes, which add up to that of the dim
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "sections", tuple(self.sections))
+        if not all(isinstance(size, int) and not isinstance(size, bool) for size in self.sections):
+            raise TypeError(f"FusedShard: sections must be ints, got {self.sections!r}")
+        if not self.sections or min(self.sections) < 0:
+            raise ValueError(f"FusedShard: expected the size of every section, none negative, got {self.sections}")
+
+    def spans(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of the pieces that one of so many ranks has, one for each section."""
+        found, start = [], 0
+        for size in self.sections:
+            pieces = chunk_sizes(size, ranks)
+            found.append((start + sum(pieces[:index]), pieces[index]))
+            start += size
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return f"F({self.dim}; {'+'.join(map(str, self.sections))})"
 
 
 @dataclass(frozen=True)

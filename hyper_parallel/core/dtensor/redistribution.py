@@ -15,12 +15,12 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut, placements_of
-from hyper_parallel.core.dtensor.placement_types import Partial, commute
+from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate, commute
 
 # What starting a collective costs, in bytes that could have been received meanwhile.
 STEP_BYTES = 1 << 13
@@ -41,6 +41,7 @@ class Step:
     all_reduce       also of several axes at once
     exchange         everything that is cut is cut anew, over all axes involved: everyone gets from the others just what
                      it lacks
+    slice and all_gather with sections: to and from FusedShard(dim, sections)
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Step:
     nbytes: int = 0  # that a rank receives, at the most
     axes: tuple[int, ...] = ()  # where there are several
     target: tuple[tuple[int, ...], ...] = ()  # of an exchange: for each dim the axes that cut it then
+    sections: tuple[int, ...] = ()  # into which the dim is cut
 
     def __str__(self) -> str:
         where = {
@@ -92,9 +94,7 @@ class Plan:
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The layout after every step."""
-        states = list(itertools.accumulate(self.steps, _after, initial=_state(self.source)))[1:]
-        mesh_shape = self.source.mesh_shape
-        return tuple(self.source.with_placements(placements_of(*state, mesh_shape)) for state in states)
+        return tuple(itertools.accumulate(self.steps, _layout_after, initial=self.source))[1:]
 
     def explain(self) -> str:
         """The plan as a table: each step with its axis, the placements after it and its bytes."""
@@ -118,17 +118,57 @@ def plan(source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4
 
 @functools.lru_cache(maxsize=4096)
 def _plan(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int) -> Plan:
-    bound = _Bound(source.mesh_shape, shape, itemsize)
-    steps = _search(bound, _state(source), _state(target))
-    return Plan(source, target, shape, itemsize, steps)
+    if not (source.is_fused or target.is_fused):
+        return Plan(source, target, shape, itemsize, _searched(source, target, shape, itemsize))
+    for layout in (source, target):
+        layout.local_shape(shape, (0,) * layout.mesh.ndim)  # which checks that sections add up
+    # What is cut section by section on one side only is whole in between.
+    kept = source.fused.items() & target.fused.items()
+    start, goal = (_whole_between(layout, kept) for layout in (source, target))
+    gathers = [_sections_gathered(source, axis, shape, itemsize) for axis in source.fused if axis not in dict(kept)]
+    slices = [Step("slice", a, p.dim, sections=p.sections) for a, p in target.fused.items() if (a, p) not in kept]
+    return Plan(source, target, shape, itemsize, (*gathers, *_searched(start, goal, shape, itemsize), *slices))
+
+
+def _whole_between(layout: Layout, kept: Set[tuple[int, FusedShard]]) -> Layout:
+    changed = [axis for axis, placement in layout.fused.items() if (axis, placement) not in kept]
+    return layout.with_placements([Replicate() if axis in changed else p for axis, p in enumerate(layout.placements)])
+
+
+def _sections_gathered(layout: Layout, axis: int, shape: Sequence[int], itemsize: int) -> Step:
+    placement, first = layout.fused[axis], (0,) * layout.mesh.ndim
+    nbytes = math.prod(layout.local_shape(shape, first)) * itemsize * (layout.mesh_shape[axis] - 1)
+    return Step("all_gather", axis, placement.dim, nbytes=nbytes, sections=placement.sections)
+
+
+def _searched(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int) -> tuple[Step, ...]:
+    """The steps between layouts that cut the same dims section by section: the other axes see a tensor of their own."""
+    first = (0,) * source.mesh.ndim
+    inside, sizes = source.within_pieces(shape, first)
+    fused = tuple((axis, placement.dim) for axis, placement in source.fused.items())
+    bound = _Bound(source.mesh_shape, sizes, itemsize, fused)
+    return _search(bound, _state(inside), _state(target.within_pieces(shape, first)[0]))
 
 
 class _Bound(NamedTuple):
-    """What the cost of a step depends on besides the state."""
+    """What steps can be taken, and what their cost depends on besides the state."""
 
     mesh_shape: tuple[int, ...]
     shape: tuple[int, ...]
     itemsize: int
+    fused: tuple[tuple[int, int], ...] = ()  # (axis, dim) that stay as they are
+
+    @property
+    def axes(self) -> list[int]:
+        """The axes that may move something."""
+        kept = [axis for axis, _ in self.fused]
+        return [axis for axis in range(len(self.mesh_shape)) if axis not in kept]
+
+    @property
+    def dims(self) -> list[int]:
+        """The dims that they may cut."""
+        kept = [dim for _, dim in self.fused]
+        return [dim for dim in range(len(self.shape)) if dim not in kept]
 
     def local_sizes(self, state: State) -> list[int]:
         """The shape of the largest shard: that of the first rank, in torch.chunk's way of cutting."""
@@ -168,13 +208,13 @@ def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
     """Every step that can be taken from a state."""
     innermost = {axes[-1]: dim for dim, axes in enumerate(state.dim_axes) if axes}
     cutting = {axis for axes in state.dim_axes for axis in axes}
-    for axis in range(len(bound.mesh_shape)):
+    for axis in bound.axes:
         if axis in innermost:
             yield from _from_shard(bound, state, axis, innermost[axis])
         elif state.partial[axis] is not None:
             yield from _from_partial(bound, state, axis)
         elif axis not in cutting:
-            yield from (Step("slice", axis, dim) for dim in range(len(bound.shape)))
+            yield from (Step("slice", axis, dim) for dim in bound.dims)
             wanted = goal.partial[axis]
             if wanted is not None and commute([*state.partial, wanted]):
                 yield Step("part", axis, op=wanted)
@@ -188,7 +228,7 @@ def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
 def _from_shard(bound: _Bound, state: State, axis: int, dim: int) -> Iterator[Step]:
     sizes, ranks = bound.local_sizes(state), bound.mesh_shape[axis]
     yield Step("all_gather", axis, dim, nbytes=math.prod(sizes) * bound.itemsize * (ranks - 1))
-    for other in range(len(sizes)):
+    for other in bound.dims:
         if other != dim:
             yield Step("all_to_all", axis, other, dim, nbytes=bound.share(sizes, other, ranks))
 
@@ -197,7 +237,7 @@ def _from_partial(bound: _Bound, state: State, axis: int) -> Iterator[Step]:
     sizes, ranks, op = bound.local_sizes(state), bound.mesh_shape[axis], state.partial[axis] or ""
     nbytes = math.prod(sizes) * bound.itemsize
     yield Step("all_reduce", axis, op=op, nbytes=2 * -(-nbytes // ranks) * (ranks - 1))
-    for dim in range(len(sizes)):
+    for dim in bound.dims:
         yield Step("reduce_scatter", axis, dim, op=op, nbytes=bound.share(sizes, dim, ranks))
 
 
@@ -277,6 +317,22 @@ def _after(state: State, step: Step) -> State:
     for axis in step.axes or (step.axis,):
         partial[axis] = step.op if step.kind == "part" else None
     return State(tuple(dims), tuple(partial))
+
+
+def _layout_after(layout: Layout, step: Step) -> Layout:
+    """The layout after a step; axes that cut section by section stay, unless the step is about one of them."""
+    placements: dict[int, Placement] = dict(layout.fused)
+    state = _state(
+        layout.with_placements([Replicate() if a in placements else p for a, p in enumerate(layout.placements)])
+    )
+    if not step.sections:
+        state = _after(state, step)
+    elif step.kind == "slice":
+        placements[step.axis] = FusedShard(step.dim, step.sections)
+    else:
+        del placements[step.axis]
+    others = enumerate(placements_of(*state, layout.mesh_shape))
+    return layout.with_placements([placements.get(axis, placement) for axis, placement in others])
 
 
 def _state(layout: Layout) -> State:

@@ -8,14 +8,20 @@ that was communicated for one consumer is there for the next.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from hyper_parallel.core.dtensor.collectives import LINEAR, redistribute
+from hyper_parallel.core.dtensor.gradient_sums import summed_later
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
+
+
+class _Routes(dict[Any, Any]):
+    """Routes that something may refer to weakly."""
 
 
 def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True) -> Any:
@@ -40,7 +46,23 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
     return route
 
 
+def routes_of_moved(tensor: Any, target: Layout) -> Any:
+    """The routes of what a tensor becomes in another layout: all who ask for that share them, as they share its value.
+
+    None where it is made anew for each, or was just changed.
+    """
+    if tensor.is_parameter:
+        return None
+    local = tensor._local
+    routes, version = _remembered(tensor, local)
+    key = (None, target, (), platform.is_recorded(local), version)
+    return None if routes is None else routes.setdefault(key, _Routes())
+
+
 def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool) -> Any:
+    if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
+        route = summed_later(tensor._local, tensor._layout, tuple(tensor._shape), summed)
+        return redistribute(route, tensor._layout, target, tensor._shape, implicit=implicit)
     origin = _origin_for(tensor, target, summed)
     if origin is not None:
         # It was gathered from shards: the parts of the gradient go back to them by a reduce-scatter.
@@ -48,6 +70,13 @@ def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, impl
             origin._local, origin._layout, target, tensor._shape, summed, value=tensor._local, implicit=implicit
         )
     return redistribute(tensor._local, tensor._layout, target, tensor._shape, summed, value=value, implicit=implicit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stays_whole(source: Layout, target: Layout, axes: tuple[int, ...]) -> bool:
+    """Whether every rank along these axes has all of the tensor, before and after: then what is done along others can
+    be done to each part of its gradient."""
+    return all(layout.placements[axis].is_replicate() for layout in (source, target) for axis in axes)
 
 
 def versions(*tensors: Any) -> tuple[int | None, ...]:

@@ -22,7 +22,7 @@ typedef struct {
     PyObject *wrap;     /* in Python: the distributed tensor of a result */
     PyObject *run;      /* in Python: all of it */
     PyObject *dtype, *spec; /* of the last result, and what stands for it */
-    int fixed, view, routed;
+    int fixed, view, routed, inplace;
 } Plan;
 
 static PyMemberDef plan_members[] = {
@@ -35,6 +35,7 @@ static PyMemberDef plan_members[] = {
     {"fixed", T_INT, offsetof(Plan, fixed), 0, NULL},
     {"view", T_INT, offsetof(Plan, view), 0, NULL},
     {"routed", T_INT, offsetof(Plan, routed), 0, NULL},
+    {"inplace", T_INT, offsetof(Plan, inplace), 0, NULL},
     {NULL},
 };
 
@@ -274,6 +275,25 @@ static PyObject *finished(Dispatch *self, Plan *plan, PyObject *result, PyObject
     return made;
 }
 
+/* The plan's own way in Python, which takes tensors by their routes. */
+static PyObject *run_in_python(Plan *plan, Found *found, PyObject *args, PyObject *kwargs) {
+    PyObject *tensors = PyList_New(found->count), *none = kwargs == NULL ? PyDict_New() : Py_NewRef(kwargs), *made = NULL;
+    if (tensors != NULL && none != NULL) {
+        for (Py_ssize_t i = 0; i < found->count; i++) PyList_SET_ITEM(tensors, i, Py_NewRef(found->tensors[i]));
+        made = PyObject_CallFunctionObjArgs(plan->run, tensors, args, none, NULL);
+    }
+    Py_XDECREF(tensors);
+    Py_XDECREF(none);
+    return made;
+}
+
+/* Whether a tensor may be changed: one that is a copy of what the user means is refused in Python. */
+static int is_itself(PyObject *tensor) {
+    PyObject *copy_of = PyObject_GetAttr(tensor, n_copy_of);
+    Py_XDECREF(copy_of); /* None, or the tensor holds it */
+    return copy_of == Py_None;
+}
+
 /* func, types, args, kwargs */
 static PyObject *dispatch(PyObject *callable, PyObject *const *given, size_t flags, PyObject *names) {
     Dispatch *self = (Dispatch *)callable;
@@ -297,10 +317,16 @@ static PyObject *dispatch(PyObject *callable, PyObject *const *given, size_t fla
     if (recording == NULL) return NULL;
     Py_DECREF(recording); /* True and False live on */
     int records = recording == Py_True;
-    if (records && (found.unrecorded || ((Plan *)plan)->routed)) goto slow;
+    if (records && found.unrecorded) goto slow;
+    if (((Plan *)plan)->inplace && !is_itself(found.tensors[0])) goto slow;
     Py_INCREF(plan);
-    PyObject *result = call_on_shards(self, (Plan *)plan, args, kwargs), *made = NULL;
-    if (result != NULL) made = finished(self, (Plan *)plan, result, found.tensors[0], records);
+    PyObject *result = NULL, *made = NULL;
+    if (records && ((Plan *)plan)->routed) {
+        made = run_in_python((Plan *)plan, &found, args, kwargs);
+    } else if ((result = call_on_shards(self, (Plan *)plan, args, kwargs)) != NULL) {
+        made = ((Plan *)plan)->inplace ? Py_NewRef(found.tensors[0])
+                                       : finished(self, (Plan *)plan, result, found.tensors[0], records);
+    }
     Py_XDECREF(result);
     Py_DECREF(plan);
     return made;

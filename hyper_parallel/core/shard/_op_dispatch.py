@@ -26,8 +26,10 @@ from hyper_parallel.core.shard.arguments import (
     one_mesh,
 )
 from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Run, Whole, fast
+from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
+from hyper_parallel.core.shard.ops.pointwise import itself
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
 from hyper_parallel.core.shard.rule import BoundRule, Rule
 from hyper_parallel.platform import get_platform
@@ -65,7 +67,9 @@ class Dispatcher:
         except PlainTensorError:
             called = called or platform.called(func)
             op = OPERATORS.get(called.name)
-            args, kwargs = distributed(called.name, args, kwargs, zeros=op is not None and op.zeros)
+            place = MODES.plain.get(called.name)
+            placed = {} if op is None or place is None else place(**op.arguments(called, args, platform.named(kwargs)))
+            args, kwargs = distributed(called.name, args, kwargs, op is not None and op.zeros, placed)
             return self.dispatch(func, args, kwargs, called)
         try:
             run = self._plans.get(tuple(key))
@@ -92,10 +96,12 @@ class Dispatcher:
         if op is not None:
             if op.direct is not None:
                 self._planned(called, "by itself")
-                return Direct(op.direct, func).run
+                run = Direct(op.direct, func).run
+                return for_any_layout(called, run) if any_fused(tensors) else run
             if op.handler is not None:
                 self._planned(called, "by other operators")
-                return Handled(op, called, op.handler).run
+                run = Handled(op, called, op.handler).run
+                return for_any_layout(called, run) if any_fused(tensors) else run
             one_mesh(called.name, tensors)
             try:
                 return self._ruled(func, called, op, tensors, args, kwargs, inplace)
@@ -117,12 +123,20 @@ class Dispatcher:
         ruled = op.rule if isinstance(op.rule, Rule) else op.rule(**arguments)  # type: ignore[misc]
         if callable(ruled):
             self._planned(called, "by other operators")
-            return Handled(op, called, ruled).run
+            run = Handled(op, called, ruled).run
+            return for_any_layout(called, run) if any_fused(tensors) and ruled is not itself else run
         bound, operands = bound_call(op, called, arguments, ruled)
+        fused = any_fused(tensors)
+        if fused and not inplace and (view := taken_apart(called, bound, arguments)) is not None:
+            self._planned(called, "section by section")
+            return view
         self._planned(called, (ruled.rule if isinstance(ruled, Ruled) else ruled).text)
         layouts, itemsizes = _layouts(operands), [platform.get_element_size(t._local) for t in flat(operands)]
         # A local call of its own makes a new tensor, so it cannot change its target.
-        made = None if inplace and op.local is not None else propagate(bound, layouts, itemsizes, inplace=inplace)
+        given = unfused(layouts) if fused else layouts
+        made = None if inplace and op.local is not None else propagate(bound, given, itemsizes, inplace=inplace)
+        if fused:
+            made = with_sections(op, bound, made, layouts, inplace)
         if made is None:
             return Back(self.dispatch, called).run
         here = None

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
+from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -28,24 +30,6 @@ class OperatorError(RuntimeError):
 
 class PlainTensorError(Exception):
     """A plain tensor is among the arguments."""
-
-
-class _Spec:
-    """Stands for a layout, a shape and a dtype: one object for each that is in use, quick to compare."""
-
-    __slots__ = ()
-
-
-_SPECS: dict[Any, _Spec] = {}
-_MOST_SPECS = 1 << 16
-
-
-def spec_of(tensor: DTensor) -> Any:
-    """What stands for the layout, the shape and the dtype of a tensor."""
-    if len(_SPECS) >= _MOST_SPECS:
-        _SPECS.clear()
-    tensor._spec = _SPECS.setdefault((tensor._layout, tensor._shape, tensor._local.dtype), _Spec())
-    return tensor._spec
 
 
 def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
@@ -102,10 +86,11 @@ def replaced(tree: Any, shards: Iterator[Any]) -> Any:
     return tree
 
 
-def distributed(name: str, args: Any, kwargs: Any, zeros: bool) -> tuple[Any, Any]:
+def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[int, DTensor]) -> tuple[Any, Any]:
     """The arguments with plain tensors made distributed, where that is allowed: always of those without dims.
 
-    ``zeros``: whether tensors of zeros are allowed too; they are the same on every rank.
+    ``zeros``: whether tensors of zeros are allowed too; they are the same on every rank. ``placed``: those of which it
+    is known how they lie, by their ids.
     """
     found = list(tensors_in((args, kwargs)))
     mesh = next(t for t in found if isinstance(t, DTensor)).device_mesh
@@ -117,6 +102,8 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool) -> tuple[Any, An
         number = next(numbers)
         if isinstance(value, DTensor):
             return value
+        if id(value) in placed:
+            return placed[id(value)]
         if len(value.shape) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
             raise OperatorError(
                 f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor among "
@@ -169,3 +156,14 @@ def one_mesh(name: str, tensors: Sequence[DTensor]) -> Any:
             "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh"
         )
     return meshes[0]
+
+
+def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> None:
+    """An error that shows the redistribution, where one is needed."""
+    if target is not tensor._layout:
+        itemsize = platform.get_element_size(tensor._local)
+        steps = plan_redistribution(tensor._layout, target, tuple(tensor._shape), itemsize)
+        raise OperatorError(
+            f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; call "
+            f"redistribute() on it. That would be:\n{steps.explain()}"
+        )

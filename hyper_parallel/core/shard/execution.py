@@ -6,23 +6,23 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
 from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
+    check_explicit,
     flat,
     on_all_ranks,
     refuse_copy,
     replaced,
     replicated,
-    spec_of,
     tensors_in,
 )
 from hyper_parallel.core.shard.here import Here
@@ -73,10 +73,14 @@ class Planned:
         ready = None
         if self._here is not None and self._op.ready is not None:
             ready = self._op.ready(self._here, **self._op.arguments(self._called, args, platform.named(kwargs)))
-        simple = self._single and not (inplace or self._empty or any(changes)) and (self._here is None or ready)
         at = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         by_name = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
-        if not simple or len(at) + len(by_name) != len(tensors):  # some are in lists
+        if len(at) + len(by_name) != len(tensors):  # some are in lists
+            return self.run
+        if inplace:
+            plain = self._here is None and not any(self._moves) and self._called.inplace
+            return self._inplace_run() if plain else self.run
+        if not self._single or self._empty or any(changes) or not (self._here is None or ready):
             return self.run
         only = len(at) == len(args) and not kwargs
         fixed = not any(isinstance(value, float) for value in (*args, *kwargs.values()))
@@ -129,6 +133,14 @@ class Planned:
         chosen = short.get(len(self._moves), run)
         return chosen if fast is None else self._compiled(func, chosen, wrapped, fixed, bool(routed))
 
+    def _inplace_run(self) -> Run:
+        """The way of a call that changes its first tensor and moves none, for the compiled dispatch."""
+        if fast is None:
+            return self.run
+        made = fast.Plan()
+        made.func, made.run, made.inplace = self._func, self.run, True
+        return cast(Run, made)
+
     def _compiled(self, func: Any, run: Run, wrap: Any, fixed: bool, routed: bool) -> Any:
         """The same for the compiled dispatch, which leaves to these functions what is not ordinary."""
         made = fast.Plan()
@@ -176,7 +188,7 @@ class Planned:
         if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout:
             return tensors[0]
         results = (result,) if self._single else result
-        if self._empty:
+        if self._empty and not self._op.view:  # a view is in the graph, and a sum would be none
             results = [_tied(one, shards) for one in results]
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
@@ -333,14 +345,3 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
         raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
     target._local.copy_(local_for(result, target._layout))
     return target
-
-
-def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> None:
-    """An error that shows the redistribution, where one is needed."""
-    if target is not tensor._layout:
-        itemsize = platform.get_element_size(tensor._local)
-        steps = plan_redistribution(tensor._layout, target, tuple(tensor._shape), itemsize)
-        raise OperatorError(
-            f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; call "
-            f"redistribute() on it. That would be:\n{steps.explain()}"
-        )

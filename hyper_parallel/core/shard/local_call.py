@@ -64,14 +64,17 @@ def _route(tensor: DTensor, layout: Layout | None, used: set[int]) -> tuple[Layo
 
 def _is_even(shape: Sequence[int], layout: Layout) -> bool:
     bound = layout.bind(len(shape))
-    return all(size % bound.get_dim_split_num(dim) == 0 for dim, size in enumerate(shape))
+    pieces = [(size, bound.mesh_shape[axis]) for axis, p in bound.fused.items() for size in p.sections]
+    pieces += [(size, bound.get_dim_split_num(dim)) for dim, size in enumerate(shape)]
+    return all(size % count == 0 for size, count in pieces)
 
 
 def _wrapped(name: str, value: Any, layout: Layout | None, even: bool) -> Any:
     if layout is None or not platform.is_tensor(value):
         return value
     layout = layout.bind(len(value.shape))
-    shape = layout.get_global_shape(value.shape) if even else _agreed_shape(name, value.shape, layout)
+    told = even and not layout.is_fused  # sections must be as long as they say
+    shape = layout.get_global_shape(value.shape) if told else _agreed_shape(name, value.shape, layout)
     return DTensor(value, layout, shape)
 
 

@@ -64,18 +64,26 @@ def shard_module(model: Any, device_mesh: DeviceMesh | None, sharding_plan: Shar
 
 def _matching(kind: str, pattern: str, names: Iterable[str]) -> list[str]:
     known = list(names)
-    found = [name for name in known if _matches(name, pattern)]
+    found = matching(pattern, known)
     if not found:
-        near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-        raise ValueError(
-            f"shard_module: {pattern!r} matches no {kind}" + (f"; did you mean {', '.join(near)}?" if near else "")
-        )
+        raise ValueError(f"shard_module: {no_match(kind, pattern, known)}")
     return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern means, segment by segment."""
+    return [name for name in names if _matches(name, pattern)]
 
 
 def _matches(name: str, pattern: str) -> bool:
     have, want = name.split("."), pattern.split(".")
     return len(have) == len(want) and all(fnmatch.fnmatchcase(h, w) for h, w in zip(have, want, strict=True))
+
+
+def no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
+    """That a pattern means nothing, and what it may have been meant to."""
+    near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.4)
+    return f"{pattern!r} matches no {kind}" + (f"; did you mean {', '.join(near)}?" if near else "")
 
 
 def _shard_parameter(model: Any, name: str, mesh: Any, placements: Any) -> None:

@@ -231,7 +231,7 @@ def _like(tensor: Any, data: torch.Tensor) -> Any:
         new.__dict__.update(tensor.__dict__)
         return new
     twin: Any = type(tensor)(data, tensor._layout, tensor.shape).requires_grad_(tensor.requires_grad)
-    own = {*vars(twin), "_routes", "_origin"}
+    own = {*vars(twin), "_routes", "_origin", "_last_gradient"}
     twin.__dict__.update({name: value for name, value in vars(tensor).items() if name not in own})
     return twin
 
@@ -317,7 +317,7 @@ def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -
     for name, tensor in held.items():
         if id(tensor) in whole:
             if _local(tensor).is_meta and id(tensor) not in made:
-                shard = getattr(owner, name).detach()[tensor.layout.local_slices(tuple(tensor.shape))]
+                shard = tensor.layout.part_of(getattr(owner, name).detach())
                 made[id(tensor)] = _like(tensor, shard.clone(memory_format=torch.contiguous_format))
             setattr(owner, name, made.get(id(tensor), tensor))
     for tensor, value in kept:

@@ -31,6 +31,7 @@ class DTensorBase(torch.Tensor):
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype
+    _last_gradient: DTensorBase | None = None  # optimizers ask for it again and again
 
     @staticmethod
     def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
@@ -156,7 +157,13 @@ class DTensorBase(torch.Tensor):
     def _gradient(self) -> DTensorBase | None:
         """The gradient lies as the tensor does, whole where a reduction is pending."""
         grad = self._local.grad
-        return None if grad is None else self._gradient_of(grad)
+        if grad is None:
+            self._last_gradient = None
+        elif self._last_gradient is None or self._last_gradient._local is not grad:
+            self._last_gradient = made = self._gradient_of(grad)
+            if made._layout is self._layout and grad.dtype is self._local.dtype:
+                made._spec = self._spec
+        return self._last_gradient
 
     def _gradient_of(self, grad: torch.Tensor) -> DTensorBase:
         return type(self)(grad, self._layout.reset_partial(), self._shape)
@@ -171,11 +178,12 @@ class DTensorBase(torch.Tensor):
         elif grad is not None:
             raise TypeError(f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
         self._local.grad = grad
+        self._last_gradient = None
 
     def _deepcopied(self, memo: dict[int, Any]) -> DTensorBase:
         if id(self) not in memo:
             twin = self._twin(copy.deepcopy(self._local, memo))
-            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec")
+            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec", "_last_gradient")
             twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
             memo[id(self)] = twin
         return memo[id(self)]
@@ -206,7 +214,7 @@ class DTensorBase(torch.Tensor):
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
         if self._origin is not None and self._routes:
             raise RuntimeError(f"{what}: the tensor was gathered and used already; call it right after redistribute()")
-        self._origin = None
+        self._origin = self._routes = None  # routes are shared with others that were gathered from the same tensor
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
         self._watched("register_hook")

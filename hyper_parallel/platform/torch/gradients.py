@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,26 @@ from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 
 class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
+
+    def accumulates_gradient(self, leaf: Any) -> bool:
+        if not leaf.is_leaf or torch.is_grad_enabled() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+        except RuntimeError:  # torch does not tell within autograd.grad, where nothing is accumulated
+            return False
+
+    def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
+        if leaf.grad is None:
+            leaf.grad = gradient
+        else:
+            leaf.grad.add_(gradient)
+
+    def backward_number(self) -> int:
+        return torch._C._current_graph_task_id()
+
+    def after_backward(self, call: Callable[[], None]) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
 
     def clip_grad_norm_(
         self,

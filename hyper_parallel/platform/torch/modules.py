@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.platform import Projection
 from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.tensors import Tensors
 
 _FORMATS = ("safetensors", "pt")
+_TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")  # GPT-2's: its weight is (inputs, outputs)
 
 
 class Modules(Tensors):
@@ -62,7 +64,7 @@ class Modules(Tensors):
                 f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)"
             )
         shape = tuple(param.shape)
-        shard = self.clone(param.detach()[layout.local_slices(shape)])
+        shard = self.clone(layout.part_of(param.detach()))
         return nn.Parameter(layout.tensor(shard, shape), requires_grad=param.requires_grad)
 
     def get_param_local_shape(self, param: Any) -> Any:
@@ -103,7 +105,7 @@ class Modules(Tensors):
             raise ValueError(f"load_into_param: data of shape {tuple(source.shape)} {wanted}")
         if source.shape == self._local(param).shape:
             return source
-        return source[param.layout.local_slices(tuple(param.shape))]
+        return param.layout.part_of(source)
 
     def is_linear_module(self, module: Any) -> bool:
         return isinstance(module, nn.Linear)
@@ -111,13 +113,27 @@ class Modules(Tensors):
     def is_embedding_module(self, module: Any) -> bool:
         return isinstance(module, nn.Embedding)
 
+    def projection(self, module: Any) -> Projection | None:
+        if isinstance(module, nn.Linear):
+            return Projection("linear", out=0, into=1, features=-1)
+        if isinstance(module, nn.Embedding):
+            return Projection("embedding", out=1, into=0, features=-1)
+        if isinstance(module, nn.modules.conv._ConvNd):
+            features = -1 - len(module.kernel_size)
+            return Projection("convolution", int(module.transposed), int(not module.transposed), features)
+        if any((kind.__module__, kind.__name__) == _TRANSPOSED_LINEAR for kind in type(module).__mro__):
+            return Projection("linear", out=1, into=0, features=-1)
+        return None
+
     def register_forward_pre_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
-    def register_forward_hook(self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False) -> Any:
-        return module.register_forward_hook(hook, with_kwargs=with_kwargs)
+    def register_forward_hook(
+        self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False, always_call: bool = False
+    ) -> Any:
+        return module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=always_call)
 
     def own_tensors(self, module: Any) -> list[tuple[str, Any]]:
         found = [*module._parameters.items(), *module._buffers.items()]

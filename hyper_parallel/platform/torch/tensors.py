@@ -182,6 +182,9 @@ class Tensors(Platform):
     def is_dense(self, tensor: Any) -> bool:
         return tensor.layout is torch.strided
 
+    def is_meta(self, tensor: Any) -> bool:
+        return bool(tensor.is_meta)
+
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
 

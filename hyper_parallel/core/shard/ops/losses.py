@@ -3,7 +3,8 @@
 """Softmax and losses. A mean over a batch that is cut is exact, however much the pieces differ in size.
 
 mse_loss        "..., ... ->"            a local mean for its share of the global count
-cross_entropy   "n c! d, n d -> n d"     its mean is the sum over the weight of all targets that count
+cross_entropy   "n c! d, n d -> n d"     its mean is the sum over the weight of all targets that count; where classes
+                                         are cut, class_losses has it
 nll_loss        "n c d, n d -> n d"      classes may be cut: each rank has the targets among its own
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.here import Here
+from hyper_parallel.core.shard.ops.class_losses import LONG, class_dim, losses_of_cut_classes
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import elementwise, extreme_in_stages, is_cut, reduced_dims, wide
 from hyper_parallel.core.shard.rule import Rule
@@ -195,7 +197,7 @@ operator(
 
 
 def _class_dim(input: Any) -> int:
-    return min(len(input.shape) - 1, 1)
+    return class_dim(len(input.shape))
 
 
 def _class_texts(input: Any, target: Any) -> tuple[list[str], str]:
@@ -213,11 +215,11 @@ def _are_shares(input: Any, target: Any) -> bool:
 
 def _of_classes(cut_classes: Callable[..., Any] | None, mean: Callable[..., Any], linear: bool) -> Callable[..., Any]:
     def rule(input: Any, target: Any, weight: Any, **more: Any) -> Any:
+        if cut_classes is not None and is_cut(input, (_class_dim(input),)):
+            return cut_classes  # whatever else is asked for, the classes are not gathered
         reduction = _asked(**more)
         if reduction not in REDUCTIONS:
             return None
-        if cut_classes is not None and is_cut(input, (_class_dim(input),)):
-            return cut_classes
         dims, losses = _class_texts(input, target)
         whole = set() if cut_classes is None else {"c"}
         if reduction == "mean" and not _are_shares(input, target):
@@ -280,26 +282,27 @@ def _cross_entropy_mean(
 def _cross_entropy_of_cut_classes(
     input: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float, **more: Any
 ) -> Any:
-    """From log_softmax, which leaves the classes cut, by what each rank has of the sum over the classes."""
-    reduction, at, classes = _asked(**more), _class_dim(input), input.shape[_class_dim(input)]
-    scores = call("log_softmax")(input, at)
-    weighted = scores
-    if weight is not None:
-        weighted = scores * weight.reshape([classes] + [1] * (len(input.shape) - at - 1))
-    if _are_shares(input, target):
-        shares = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
-        losses = -call("sum")(weighted * shares, at)
-        return losses if reduction == "none" else call(reduction)(losses)
-    losses = call("nll_loss")(scores, target, weight, ignore_index=ignore_index, reduction="none")
-    if label_smoothing:
-        smooth = call("masked_fill")(-call("sum")(weighted, at), target == ignore_index, 0)
-        losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / classes)
-    if reduction == "mean":
-        return _mean_of(losses, target, weight, ignore_index)
-    return losses if reduction == "none" else call("sum")(losses)
+    reduction = _asked(**more)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    found, weights = losses_of_cut_classes(input, target, weight, ignore_index, label_smoothing)
+    if reduction == "mean" and not _are_shares(input, target):
+        with platform.no_grad():
+            count = call("sum")(weights).reduce_partial()
+        found = call("sum")(found) / count
+    elif reduction != "none":
+        found = call(reduction)(found)
+    return found.to(_dtype_of_losses(input))
 
 
-LONG = platform.str_to_dtype("int64")
+def _dtype_of_losses(input: Any) -> Any:
+    """That of the scores; of half precision what the framework makes of it, which autocast changes."""
+    if input.dtype == wide(input.dtype):
+        return input.dtype
+    score = platform.zeros((1,), dtype=input.dtype, device=input.device)
+    return call("cross_entropy")(score, platform.zeros((), dtype=LONG, device=input.device)).dtype
+
+
 CLASSES = f"input, target, weight=None, *, ignore_index=-100, {REDUCTION}"
 operator("weight_of_targets", "target, weight, ignore_index", Rule("..., c! ->"))
 operator("nll_loss", CLASSES, _of_classes(None, _nll_mean, linear=True), local=_nll_of_shard)

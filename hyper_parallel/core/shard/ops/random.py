@@ -143,7 +143,7 @@ def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     empty = platform.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
     whole = as_one_device(like.device_mesh, lambda: _called(func, args, options, like, empty))
     layout = like._layout.reset_partial()
-    shard = platform.clone(whole[layout.local_slices(tuple(like.shape))])
+    shard = platform.clone(layout.part_of(whole))
     return DTensor(shard.requires_grad_(bool(kwargs.get("requires_grad"))), layout, like._shape)
 
 

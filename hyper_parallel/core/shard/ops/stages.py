@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import positions
@@ -56,7 +56,10 @@ def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
     shape = [found[dim] if dim in dims else size for dim, size in enumerate(input.shape)]
     cuts = {axis for dim in dims for axis in layout.dim_axes[dim]}
     gathered = [Replicate() if axis in cuts else p for axis, p in enumerate(layout.placements)]
-    return DTensor(part, layout, shape).redistribute(None, gathered)
+    one_by_one = [
+        Shard(p.dim) if axis in layout.fused and axis in cuts else p for axis, p in enumerate(layout.placements)
+    ]
+    return DTensor(part, layout.with_placements(one_by_one), shape).redistribute(None, gathered)
 
 
 def elementwise(function: Callable[[Any], Any], tensor: DTensor) -> DTensor:
