@@ -215,3 +215,31 @@ def test_a_number_in_a_tensor_gets_the_whole_gradient():
     (distribute_tensor(data, mesh, S0) * scale).pow(2).sum().backward()
     (data * true).pow(2).sum().backward()
     same(scale.grad, true.grad)
+
+
+@on_ranks(4)
+def test_a_view_of_a_gathered_tensor_goes_back_by_its_reduce_scatter():
+    """As a layer does that flattens batch and sequence of what was gathered for it."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    data, w = draw(2, 8, 6), draw(12, 6, seed=1)
+
+    def layer(x, weight):
+        flat = x.view(-1, 6)
+        return F.linear(flat, weight).pow(2).sum() + F.linear(flat.unflatten(0, (2, 8)).transpose(0, 1), weight).sum()
+
+    true = data.clone().requires_grad_()
+    layer(true, w).backward()
+    x, weight = leaf(data, mesh, [Shard(1)]), leaf(w, mesh, S0)
+    with CommunicationLedger(mesh) as ledger:
+        layer((x * 1).redistribute(), weight).backward()
+    assert ledger.counts(backward=True) == {"reduce_scatter_tensor": 1}, ledger.table()
+    same(x.grad, true.grad)
+    # What is changed in place after the view was taken is no longer what was gathered.
+    x = leaf(data, mesh, [Shard(1)])
+    whole = (x * 1).redistribute()
+    flat = whole.view(-1, 6)
+    flat.mul_(2.0)
+    F.linear(flat, weight.detach()).pow(2).sum().backward()
+    true = data.clone().requires_grad_()
+    F.linear((true * 2.0).view(-1, 6), w).pow(2).sum().backward()
+    same(x.grad, true.grad)

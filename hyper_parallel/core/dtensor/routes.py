@@ -9,7 +9,8 @@ that was communicated for one consumer is there for the next.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.collectives import LINEAR, redistribute
 from hyper_parallel.core.dtensor.gradient_sums import summed_later
@@ -22,6 +23,14 @@ platform = get_platform()
 
 class _Routes(dict[Any, Any]):
     """Routes that something may refer to weakly."""
+
+
+class ViewOf(NamedTuple):
+    """The origin of a view of a gathered tensor, so that the parts of its gradient can go where the base's go."""
+
+    base: Any
+    again: Callable[[Any], Any]  # the same view of another shard
+    version: int | None  # of the base, when it was taken
 
 
 def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True) -> Any:
@@ -63,7 +72,13 @@ def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, impl
     if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
         route = summed_later(tensor._local, tensor._layout, tuple(tensor._shape), summed)
         return redistribute(route, tensor._layout, target, tensor._shape, implicit=implicit)
-    origin = _origin_for(tensor, target, summed)
+    view = tensor._origin
+    if isinstance(view, ViewOf):
+        base, again, version = view
+        if summed and target is tensor._layout and platform.version_of(base._local) == version:
+            return again(local_for(base, base._layout, summed, implicit=implicit))
+        view = None
+    origin = _origin_for(tensor, target, summed) if view is not None else None
     if origin is not None:
         # It was gathered from shards: the parts of the gradient go back to them by a reduce-scatter.
         return redistribute(

@@ -11,7 +11,7 @@
 #define MOST 48 /* entries of a key, and arguments of a call */
 
 static PyObject *n_spec, *n_local, *n_unrecorded, *n_copy_of, *n_dtype, *n_device, *n_shape, *n_requires_grad, *n_layout,
-    *n_global_shape, *n_skip, *n_dict, *with_grad, *without_grad;
+    *n_global_shape, *n_skip, *n_dict, *n_origin, *with_grad, *without_grad;
 
 /* --- a plan in which no tensor changes its layout, none is in a list, and there is one result */
 
@@ -287,11 +287,11 @@ static PyObject *run_in_python(Plan *plan, Found *found, PyObject *args, PyObjec
     return made;
 }
 
-/* Whether a tensor may be changed: one that is a copy of what the user means is refused in Python. */
-static int is_itself(PyObject *tensor) {
-    PyObject *copy_of = PyObject_GetAttr(tensor, n_copy_of);
-    Py_XDECREF(copy_of); /* None, or the tensor holds it */
-    return copy_of == Py_None;
+/* Whether an attribute of a tensor is None. */
+static int lacks(PyObject *tensor, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(tensor, name);
+    Py_XDECREF(value); /* None, or the tensor holds it */
+    return value == Py_None;
 }
 
 /* func, types, args, kwargs */
@@ -318,10 +318,13 @@ static PyObject *dispatch(PyObject *callable, PyObject *const *given, size_t fla
     Py_DECREF(recording); /* True and False live on */
     int records = recording == Py_True;
     if (records && found.unrecorded) goto slow;
-    if (((Plan *)plan)->inplace && !is_itself(found.tensors[0])) goto slow;
+    /* A copy of what the user means to change is refused in Python. */
+    if (((Plan *)plan)->inplace && !lacks(found.tensors[0], n_copy_of)) goto slow;
     Py_INCREF(plan);
     PyObject *result = NULL, *made = NULL;
-    if (records && ((Plan *)plan)->routed) {
+    /* A view of what was gathered remembers that. */
+    int routed = ((Plan *)plan)->routed || (((Plan *)plan)->view && !lacks(found.tensors[0], n_origin));
+    if (records && routed) {
         made = run_in_python((Plan *)plan, &found, args, kwargs);
     } else if ((result = call_on_shards(self, (Plan *)plan, args, kwargs)) != NULL) {
         made = ((Plan *)plan)->inplace ? Py_NewRef(found.tensors[0])
@@ -415,6 +418,7 @@ PyMODINIT_FUNC PyInit__fast(void) {
         {&n_spec, "_spec"}, {&n_local, "_local"}, {&n_unrecorded, "_unrecorded"}, {&n_copy_of, "_copy_of"},
         {&n_dtype, "dtype"}, {&n_device, "device"}, {&n_shape, "shape"}, {&n_requires_grad, "requires_grad"},
         {&n_layout, "_layout"}, {&n_global_shape, "_shape"}, {&n_skip, "skip"}, {&n_dict, "__dict__"},
+        {&n_origin, "_origin"},
     };
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) return NULL;

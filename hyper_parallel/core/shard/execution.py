@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.routes import ViewOf, local_for
 from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
@@ -130,7 +130,8 @@ class Planned:
             return tensors[0] if result is first else wrapped(result, tensors[0])
 
         short = {1: run_one, 2: run_two} if at is None and not routed else {}
-        chosen = short.get(len(self._moves), run)
+        usual = short.get(len(self._moves), run)
+        chosen = _remembering(func, usual) if self._op.view and len(self._moves) == 1 else usual
         return chosen if fast is None else self._compiled(func, chosen, wrapped, fixed, bool(routed))
 
     def _inplace_run(self) -> Run:
@@ -215,6 +216,23 @@ class Planned:
                 f"rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function is wrong"
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
+
+
+def _remembering(func: Any, run: Run) -> Run:
+    """The way of a view, whose result remembers of what gathered tensor it is one."""
+
+    def run_view(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        (first,), made = tensors, run(tensors, args, kwargs)
+        if first._origin is not None and made is not first:
+
+            def again(shard: Any) -> Any:
+                shards = iter([shard])
+                return func(*replaced(args, shards), **{k: replaced(value, shards) for k, value in kwargs.items()})
+
+            made._origin = ViewOf(first, again, platform.version_of(first._local))
+        return made
+
+    return run_view
 
 
 def _tied(result: Any, operands: Sequence[Any]) -> Any:

@@ -26,7 +26,7 @@ class DTensorBase(torch.Tensor):
     _shape: torch.Size
     _routes: Any = None  # the shard by other routes, as they are asked for
     _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
-    _origin: DTensorBase | None = None  # what it was redistributed from
+    _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _unrecorded = False  # made where nothing is recorded for backward
