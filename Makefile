@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 
-.PHONY: help demo test check format docs operators bench clean
+.PHONY: help demo tour test check format docs operators bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -13,18 +13,21 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py hyper_parallel/core/shard/_fast.c | $(BIN)/python
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,demo,models]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,docs]'
 	@touch $@
 
-demo: $(STAMP)  ## four processes show the platform at work
+demo: $(STAMP)  ## trains a model as one process and as four on a mesh, and compares: about two minutes
+	$(BIN)/python examples/llama/demo.py
+
+tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
 test: check  ## formatting, lint, types and all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)  ## formatting, lint, types, generated documentation
 	$(BIN)/ruff format --check
@@ -47,6 +50,7 @@ bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/redistribution.py
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/tensor_parallel.py
 
 clean:  ## removes everything that was made
 	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
-from hyper_parallel.core.shard import ShardingPlan, shard_module
+from hyper_parallel import ColwiseParallel, RowwiseParallel, get_platform, init_device_mesh, parallelize_module
+from hyper_parallel.core.tensor_parallel import loss_parallel, parallel_table, replicate
 
 platform = get_platform()
 platform.init_process_group()
@@ -13,28 +13,26 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 def model():
     torch.manual_seed(0)  # the same numbers on every rank
-    return nn.Sequential(nn.Linear(16, 30), nn.GELU(), nn.Linear(30, 4))
+    return nn.Sequential(nn.Linear(16, 30), nn.GELU(), nn.Linear(30, 5))
 
 
-# The first layer's columns and the second one's rows over tp, the batch over dp. Sizes need not divide.
-plan = ShardingPlan(
-    plan={
-        "0.*": [Replicate(), Shard(0)],
-        "2.weight": [Replicate(), Shard(1)],
-        "2.bias": [Replicate(), Replicate()],
-    },
-    input_plan={"": ("dp", "None")},
-)
-many, one = shard_module(model(), mesh, plan), model()
+# The first layer's outputs and the second one's inputs are cut along tp, the batch along dp. Sizes need not divide.
+plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+many = replicate(parallelize_module(model(), mesh["tp"], plan), mesh["dp"])
 
-x, labels = torch.randn(10, 16), torch.randint(4, (10,))
-loss = nn.functional.cross_entropy(many(x), distribute_tensor(labels, mesh, [Shard(0), Replicate()]))
+x, labels = torch.randn(10, 16), torch.randint(5, (10,))
+mine = slice(5 * mesh.get_local_rank("dp"), 5 * mesh.get_local_rank("dp") + 5)  # this rank's part of the batch
+with loss_parallel():
+    loss = nn.functional.cross_entropy(many(x[mine]), labels[mine])
 loss.backward()
+
+one = model()
 truth = nn.functional.cross_entropy(one(x), labels)
 truth.backward()
-
 torch.testing.assert_close(loss.full_tensor(), truth)
 for mine, true in zip(many.parameters(), one.parameters(), strict=True):
     torch.testing.assert_close(mine.grad.full_tensor(), true.grad)
+if mesh.rank == 0:
+    print(parallel_table(many))
 print(f"rank {mesh.rank}: {tuple(many[0].weight.local_shape)} of {tuple(many[0].weight.shape)}, loss {loss.item():.4f}")
 platform.destroy_process_group()

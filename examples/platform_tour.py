@@ -1,4 +1,4 @@
-"""Shows the platform at work between the processes that torchrun starts: `make demo` runs it on four."""
+"""Shows the platform at work between the processes that torchrun starts: `make tour` runs it on four."""
 
 import torch
 from torch import nn

@@ -52,6 +52,14 @@ def test_python_in_the_testing_page_runs_on_ranks(tmp_path):
     assert "2 passed" in run.stdout, run.stdout + run.stderr
 
 
+def test_the_page_on_tensor_parallel_shows_what_its_code_prints(tmp_path):
+    code, table = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / "docs/tensor-parallel.md").read_text(), re.DOTALL)[:2]
+    (tmp_path / "page.py").write_text(code)
+    command = [sys.executable, "-W", "error", "page.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout == table, run.stdout + run.stderr
+
+
 def test_python_in_the_page_on_operators_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add-an-operator.md").read_text(), re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks))

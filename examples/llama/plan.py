@@ -1,0 +1,30 @@
+"""How the model lies on a mesh: a dict from the names of its parts to styles, and one line for data parallel."""
+
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard, parallelize_module
+from hyper_parallel.core.tensor_parallel import Replicated, replicate
+
+
+def put_on_mesh(model: nn.Module, mesh: Any, *, sequence_parallel: bool = False) -> nn.Module:
+    """Cuts the model along "tp" and copies it along "dp"; tensors keep their shapes, so its code stays as it is."""
+    heads, kv_heads, whole = model.config.heads, model.config.kv_heads, {"use_local_output": False}
+    stream = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the layers
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    plan = {
+        "embed": RowwiseParallel(output_layouts=stream, **whole),  # the vocabulary is cut
+        "blocks.*.*_norm": norm,
+        "blocks.*.attention.wq": ColwiseParallel(heads=heads, **whole),
+        "blocks.*.attention.w[kv]": ColwiseParallel(heads=kv_heads, **whole),
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=stream, **whole),
+        "blocks.*.mlp.gate": ColwiseParallel(**whole),
+        "blocks.*.mlp.up": ColwiseParallel(**whole),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream, **whole),
+        "norm": norm,
+        "head": ColwiseParallel(**whole),  # the logits are cut as the vocabulary is
+        "": Replicated(),  # what is left is the same on all ranks
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return replicate(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
