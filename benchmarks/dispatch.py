@@ -12,9 +12,9 @@ import time
 import warnings
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as native
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from by_hand import Copied, Summed
 from timing import in_turns, median, ratio
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -70,32 +70,6 @@ def block(t, copied=lambda x: x, summed=lambda x: x):
     loss.backward()
     for name in ("h", "up", "down", "norm"):
         t[name].grad = None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over the ranks; the gradient is the same on all of them."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Copied(torch.autograd.Function):
-    """The same on every rank; the gradient comes in parts."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Summed.forward(ctx, grad)
 
 
 def blocks(made):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as native
 import torch.distributed.tensor.parallel as torch_tp
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from by_hand import Copied, Gathered, Scattered, Summed
 from timing import in_turns, median, ratio
 from torch import nn
 
@@ -25,7 +26,7 @@ from hyper_parallel.core.tensor_parallel import Replicated
 from hyper_parallel.testing import close_ranks, run_ranks
 
 SIZES = {  # dim, hidden, heads, layers, sequence, batch; budget, steps a measurement, measurements
-    "overhead-bound: dim 128, 4 layers, sequence 32, batch 2": ((128, 352, 8, 4, 32, 2), 1.3, 8, 25),
+    "overhead-bound: dim 128, 4 layers, sequence 32, batch 2": ((128, 352, 8, 4, 32, 2), 1.3, 8, 31),
     "compute-bound: dim 512, 4 layers, sequence 256, batch 4": ((512, 1376, 8, 4, 256, 4), 1.05, 1, 11),
 }
 RANKS = 2
@@ -63,62 +64,6 @@ def model(dim, hidden, heads, layers, *_):
 
 
 # --- by hand
-
-
-class Summed(torch.autograd.Function):
-    """Parts in, their sum out; the gradient is the same for all parts."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Copied(torch.autograd.Function):
-    """The same on every rank; the gradient comes in parts."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Summed.forward(ctx, grad)
-
-
-class Gathered(torch.autograd.Function):
-    """Shards of the sequence in, all of it out; the gradient comes in parts, of which each rank gets its shard."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.transpose(0, 1).contiguous()
-        whole = x.new_empty(x.shape[0] * RANKS, *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x)
-        return whole.transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Scattered.forward(ctx, grad)
-
-
-class Scattered(torch.autograd.Function):
-    """Parts in, each rank's shard of the sum's sequence out."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.transpose(0, 1).contiguous()
-        shard = x.new_empty(x.shape[0] // RANKS, *x.shape[1:])
-        dist.reduce_scatter_tensor(shard, x)
-        return shard.transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Gathered.forward(ctx, grad)
 
 
 class BlockByHand(nn.Module):
@@ -197,13 +142,13 @@ def models(sizes, sequence_parallel):
     }
 
 
-def step_of(net, after_backward, x):
-    """A training step."""
+def step_of(net, after_backward, x, share=1.0):
+    """A training step; ``share``: how much of the mean this rank's part is."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     def step():
         optimizer.zero_grad()
-        net(x).pow(2).mean().backward()
+        (net(x).pow(2).mean() * share).backward()
         after_backward()
         optimizer.step()
 
@@ -220,10 +165,10 @@ def measure(sizes, sequence_parallel, calls, rounds):
     made = models(sizes, sequence_parallel)
     steps = {}
     for name, (net, after) in made.items():
-        enters = shard
+        enters, share = shard, 1 / RANKS if sequence_parallel else 1.0
         if name == "ours, whole" and sequence_parallel:
-            enters = ours.DTensor.from_local(shard, net[0].q.weight.device_mesh, [ours.Shard(1)])
-        steps[name] = step_of(net, after, enters)
+            enters, share = ours.DTensor.from_local(shard, net[0].q.weight.device_mesh, [ours.Shard(1)]), 1.0
+        steps[name] = step_of(net, after, enters, share)
     found = in_turns(steps, calls, rounds, time.perf_counter, before=dist.barrier)
     return found, {name: distance(net, made["by hand"][0]) for name, (net, _) in made.items()}
 
