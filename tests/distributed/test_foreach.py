@@ -236,3 +236,30 @@ def test_a_fused_step_of_what_lies_differently_is_told():
     options = {"amsgrad": False, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
     with pytest.raises(OperatorError, match=r"_fused_adamw_: tensor 0 .* must lie alike.*fused=False"):
         torch._fused_adamw_(*ours, [], steps, **options, maximize=False)
+
+
+@on_ranks(4)
+def test_scaled_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all():
+    mesh = mesh_of(4)
+    data, w, b = draw(8, 6), draw(5, 6, seed=1), draw(5, seed=2)
+    for broken in (False, True):
+        true = [nn.Parameter(t.clone()) for t in (w, b)]
+        mine = [nn.Parameter(distribute_tensor(t, mesh, [p])) for t, p in ((w, Shard(0)), (b, Replicate()))]
+        x = data.clone()
+        if broken:
+            x[0, 0] = float("inf")
+        for (weight, bias), rows in ((true, x), (mine, distribute_tensor(x, mesh, [Replicate()]))):
+            optimizer, scaler = torch.optim.SGD([weight, bias], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+            loss = (rows @ weight.T + bias)[:, :1].pow(2).sum()  # only the first rank's rows of the weight are used
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == (4.0 if broken else 8.0)
+        for one_, many in zip(true, mine, strict=True):
+            torch.testing.assert_close(many.full_tensor().detach(), one_.detach(), rtol=1e-9, atol=1e-9)
+            assert torch.isfinite(many.full_tensor()).all()
+        assert torch.equal(true[0], w) == broken
+    pending = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh, [Partial()])
+    with pytest.raises(OperatorError, match="a reduction is pending"):
+        torch._amp_foreach_non_finite_check_and_unscale_([pending], torch.zeros(()), torch.ones(()))

@@ -13,63 +13,51 @@ plain shards come out, else distributed tensors, with which code that was writte
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_tensor, layout_of, replicate_rest
+from hyper_parallel.core.dtensor.dtensor import DTensor, replicate_rest
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import FusedShard, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.line import Line, is_even
+from hyper_parallel.core.tensor_parallel.base import (
+    ParallelStyle,
+    checked_placement,
+    first_tensor,
+    handed_out,
+    own_tensor,
+)
+from hyper_parallel.core.tensor_parallel.line import Line
+from hyper_parallel.core.tensor_parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Projection
 
+__all__ = [
+    "ColwiseParallel",
+    "FusedColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "Replicated",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "see_whole_tensors",
+]
+
 platform = get_platform()
-Placements = Placement | Sequence[Placement | None] | None
-
-
-class ParallelStyle(ABC):
-    """What ``parallelize_module`` does to a module. ``src_data_rank``: whose parameters count; None: all are equal."""
-
-    src_data_rank: int | None = 0
-
-    @abstractmethod
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-
-    def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.told().items())
-        return f"{type(self).__name__}({told})"
-
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        return {}
-
-    def _distribute(self, module: Any, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-        """Puts one of the module's own parameters on the mesh."""
-        tensor = dict(platform.own_tensors(module)).get(name)
-        if tensor is None:
-            return
-        if isinstance(tensor, DTensor):
-            if tensor.layout is not layout_of(mesh, [placement], len(tensor.shape)):
-                raise ValueError(
-                    f"{type(self).__name__}: {name} of {type(module).__name__} already lies in {tensor.layout} and "
-                    f"cannot lie as {placement} on {mesh}; a module takes one style, and where two share a parameter "
-                    "their styles must agree, as RowwiseParallel for an embedding and ColwiseParallel for a Linear do"
-                )
-            return
-        source = None if self.src_data_rank is None or platform.is_meta(tensor) else mesh.rank_list[self.src_data_rank]
-        made = distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
-        platform.set_own_tensor(module, name, made)
 
 
 class _Projected(ParallelStyle):
     """A style for modules with one weight: Linear, Embedding, convolution."""
 
     def __init__(self, input_layouts: Any, output_layouts: Any, use_local_output: bool) -> None:
-        self.input_layouts = _placement("input_layouts", input_layouts)
-        self.output_layouts = _placement("output_layouts", output_layouts)
+        self.input_layouts = checked_placement("input_layouts", input_layouts)
+        self.output_layouts = checked_placement("output_layouts", output_layouts)
         self.use_local_output = use_local_output
 
     def told(self) -> dict[str, Any]:
@@ -89,18 +77,18 @@ class _Projected(ParallelStyle):
     def _enclose(self, module: Any, line: Line, plain: Placement, wanted: Placement, leaving: Placement) -> None:
         """Has inputs come in as ``wanted`` and outputs leave as ``leaving``; plain inputs lie as ``plain``."""
         projection = self._projection(module)
-        sizes = {projection.features: _own(module, "weight").shape[projection.into]} if plain == wanted else None
+        sizes = {projection.features: own_tensor(module, "weight").shape[projection.into]} if plain == wanted else None
         take, move_in, move_out = line.taker(plain, sizes), line.mover(wanted), line.mover(leaving)
         local = self.use_local_output
         by_feature = leaving == Shard(projection.features)
 
         def enter(owner: Any, args: tuple[Any, ...]) -> Any:
-            return move_in(take(owner, _first(owner, args))), *args[1:]
+            return move_in(take(owner, first_tensor(owner, args))), *args[1:]
 
         def leave(owner: Any, _: Any, output: Any) -> Any:
             output = move_out(output) if isinstance(output, DTensor) else output
             # The next layer knows how many features there are, but of nothing else how much others have.
-            return _handed_out(owner, output, unless=by_feature) if local else output
+            return handed_out(owner, output, unless=by_feature) if local else output
 
         platform.register_forward_pre_hook(module, enter)
         platform.register_forward_hook(module, leave)
@@ -130,7 +118,7 @@ class ColwiseParallel(_Projected):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Puts the module on a mesh of one axis and returns it."""
         projection, line = self._projection(module), Line(device_mesh)
-        self._check_heads(_own(module, "weight").shape[projection.out], device_mesh)
+        self._check_heads(own_tensor(module, "weight").shape[projection.out], device_mesh)
         self._distribute(module, "weight", device_mesh, self._cut(projection.out))
         self._distribute(module, "bias", device_mesh, self._cut(0))
         leaving = self.output_layouts or self._cut(projection.features)
@@ -178,7 +166,7 @@ class FusedColwiseParallel(ColwiseParallel):
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Puts the module on a mesh of one axis and returns it."""
-        outputs = _own(module, "weight").shape[self._projection(module).out]
+        outputs = own_tensor(module, "weight").shape[self._projection(module).out]
         if isinstance(self.sections, int):
             if outputs % self.sections:
                 raise ValueError(f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size")
@@ -245,135 +233,12 @@ class SequenceParallel(ParallelStyle):
         take, move = line.taker(cut), line.mover(cut)
 
         def enter(owner: Any, args: tuple[Any, ...]) -> Any:
-            return move(take(owner, _first(owner, args))), *args[1:]
+            return move(take(owner, first_tensor(owner, args))), *args[1:]
 
         platform.register_forward_pre_hook(module, enter)
         if self.use_local_output:
-            platform.register_forward_hook(module, lambda owner, _, output: _handed_out(owner, output))
+            platform.register_forward_hook(module, lambda owner, _, output: handed_out(owner, output))
         return module
-
-
-# --- inputs and outputs alone
-
-
-class PrepareModuleInput(ParallelStyle):
-    """Brings a module's inputs from the layouts that they have to those that it wants; None leaves one alone."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placements = None,
-        desired_input_layouts: Placements = None,
-        input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        use_local_output: bool = False,
-    ) -> None:
-        self.input_layouts = _several(input_layouts)
-        self.desired_input_layouts = _several(desired_input_layouts)
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
-        self.use_local_output = use_local_output
-        _assert_pairs("input_layouts", self.input_layouts, "desired_input_layouts", self.desired_input_layouts)
-        _assert_pairs(
-            "input_kwarg_layouts",
-            sorted(self.input_kwarg_layouts),
-            "desired_input_kwarg_layouts",
-            sorted(self.desired_input_kwarg_layouts),
-        )
-
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        named = {name: self.desired_input_kwarg_layouts[name] for name in self.input_kwarg_layouts}
-        return {"desired": [str(p) for p in self.desired_input_layouts or ()], **named}
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        line, local = Line(device_mesh), self.use_local_output
-        by_name = {
-            name: (have, self.desired_input_kwarg_layouts[name]) for name, have in self.input_kwarg_layouts.items()
-        }
-
-        def enter(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.input_layouts is not None:
-                wanted = self.desired_input_layouts or ()
-                args = _all_prepared(line, owner, "input", args, self.input_layouts, wanted, local)
-            for name, (have, want) in by_name.items():
-                if name in kwargs:
-                    what = f"argument {name}"
-                    kwargs = {**kwargs, name: _prepared(line, owner, what, kwargs[name], have, want, local)}
-            return args, kwargs
-
-        platform.register_forward_pre_hook(module, enter, with_kwargs=True)
-        return module
-
-
-class PrepareModuleOutput(ParallelStyle):
-    """Brings a module's outputs from the layouts that they have to those that are wanted; None leaves one alone."""
-
-    def __init__(
-        self, *, output_layouts: Placements, desired_output_layouts: Placements, use_local_output: bool = True
-    ) -> None:
-        self.output_layouts = _several(output_layouts) or ()
-        self.desired_output_layouts = _several(desired_output_layouts) or ()
-        self.use_local_output = use_local_output
-        _assert_pairs("output_layouts", self.output_layouts, "desired_output_layouts", self.desired_output_layouts)
-
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        return {"desired": [str(p) for p in self.desired_output_layouts]}
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        line, local = Line(device_mesh), self.use_local_output
-
-        def leave(owner: Any, _: Any, output: Any) -> Any:
-            values = tuple(output) if isinstance(output, (list, tuple)) else (output,)
-            have, want = self.output_layouts, self.desired_output_layouts
-            made = _all_prepared(line, owner, "output", values, have, want, local)
-            if not isinstance(output, (list, tuple)):
-                return made[0]
-            return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
-
-        platform.register_forward_hook(module, leave)
-        return module
-
-
-class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placements = None,
-        desired_input_layouts: Placements = None,
-        input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        use_local_input: bool = False,
-        output_layouts: Placements,
-        desired_output_layouts: Placements,
-        use_local_output: bool = True,
-    ) -> None:
-        self.prepare_module_input = PrepareModuleInput(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_input,
-        )
-        self.prepare_module_output = PrepareModuleOutput(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        return {"input": self.prepare_module_input, "output": self.prepare_module_output}
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        self.prepare_module_input.apply(module, device_mesh)
-        return self.prepare_module_output.apply(module, device_mesh)
 
 
 # --- a whole model
@@ -395,7 +260,7 @@ class Replicated(ParallelStyle):
         see_whole_tensors(module, Line(device_mesh))
         if self.use_local_output:
             platform.register_forward_hook(
-                module, lambda owner, _, output: platform.apply_to_tensors(lambda x: _handed_out(owner, x), output)
+                module, lambda owner, _, output: platform.apply_to_tensors(lambda x: handed_out(owner, x), output)
             )
         return module
 
@@ -427,75 +292,3 @@ def see_whole_tensors(module: Any, line: Line) -> None:
 
     platform.register_forward_pre_hook(module, enter, with_kwargs=True)
     platform.register_forward_hook(module, leave, always_call=True)
-
-
-# --- helpers
-
-
-def _first(module: Any, args: tuple[Any, ...]) -> Any:
-    if not args or not platform.is_tensor(args[0]):
-        raise ValueError(f"{type(module).__name__}: expected a tensor as its first positional argument")
-    return args[0]
-
-
-def _own(module: Any, name: str) -> Any:
-    return dict(platform.own_tensors(module))[name]
-
-
-def _placement(name: str, value: Any) -> Placement | None:
-    if value is not None and not isinstance(value, Placement):
-        raise TypeError(f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}")
-    return value
-
-
-def _several(layouts: Any) -> tuple[Placement | None, ...] | None:
-    if layouts is None:
-        return None
-    found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
-    return tuple(_placement("a layout", one) for one in found)
-
-
-def _assert_pairs(name: str, have: Any, other: str, want: Any) -> None:
-    if (have is None) != (want is None) or (have is not None and len(have) != len(want)):
-        raise AssertionError(f"{name} and {other} must have one length, got {have} and {want}")
-    if have is not None and have and isinstance(have[0], str) and list(have) != list(want):
-        raise AssertionError(f"{name} and {other} must name the same arguments, got {have} and {want}")
-
-
-def _all_prepared(
-    line: Line, module: Any, what: str, values: tuple[Any, ...], have: Sequence[Any], want: Sequence[Any], local: bool
-) -> tuple[Any, ...]:
-    if len(values) != len(have):
-        raise ValueError(
-            f"{type(module).__name__}: {len(have)} {what} layouts were given, but it has {len(values)} {what}s"
-        )
-    numbered = enumerate(zip(values, have, want, strict=True))
-    return tuple(_prepared(line, module, f"{what} {i}", *given, local) for i, given in numbered)
-
-
-def _prepared(line: Line, module: Any, what: str, value: Any, have: Any, want: Any, local: bool) -> Any:
-    if have is None:
-        return value
-    if not platform.is_tensor(value):
-        raise ValueError(f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}")
-    value = line.taker(have)(module, value)
-    if want is not None:
-        value = line.mover(want)(value)
-    return _handed_out(module, value) if local else value
-
-
-def _handed_out(module: Any, value: Any, unless: bool = False) -> Any:
-    """The plain shard of a distributed tensor, from which the next module can tell the whole."""
-    if not isinstance(value, DTensor):
-        return value
-    if MODES.replicate_plain and not all(placement.is_replicate() for placement in value.placements):
-        raise ValueError(
-            f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in this "
-            "model plain tensors are taken for copies; say use_local_output=False for the styles in it"
-        )
-    if not unless and not is_even(value._layout, tuple(value.shape)):
-        raise ValueError(
-            f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
-            "different sizes, from which the next module could not tell the whole; say use_local_output=False"
-        )
-    return value.to_local()

@@ -147,3 +147,19 @@ def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 operator("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_", "*args", direct=_fused)
+
+# --- gradients of a scaled loss
+
+
+def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - there are none
+    """On the shards; what is not finite on one rank counts on all of them, so that all skip the step."""
+    gradients, found, scale = args
+    if _differing([gradients]) is not None:
+        raise OperatorError("unscaling gradients: a reduction is pending on some of them; reduce_partial() first")
+    func(_shards(gradients), found._local, scale._local)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
+        group = platform.create_group(list(mesh.rank_list))
+        found._local.copy_(platform.get_tensor_transform().all_reduce(found._local, "max", group))
+
+
+operator("_amp_foreach_non_finite_check_and_unscale", "*args", direct=_unscale)
