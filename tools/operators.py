@@ -72,7 +72,6 @@ def page(ours: Mapping[str, Found], torchs: Mapping[str, Found]) -> str:
             total.update(one.outcomes)
             total["operators"] += bool(one.outcomes)
             total["samples"] += one.samples
-            total["without fault"] += bool(one.outcomes) and not any(one.outcomes[bad] for bad in BAD)
     head = HEAD.format(
         version=torch.__version__.partition("+")[0],
         samples=f"{totals[0]['samples']:,}",

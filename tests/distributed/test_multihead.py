@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from against_plain import check_gradients, check_results
 from torch import nn
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import on_ranks
@@ -60,18 +61,11 @@ def compare(mesh, make, inputs, keywords, placements, inputs_placements):
         warnings.simplefilter("error")
         found = mine(*of(plain, tensors), **masks)
     expected = plain(*of(plain, sources), **keywords)
-    loss = truth = 0
-    for number, (one, true) in enumerate(zip(flat(found), flat(expected), strict=True)):
-        assert isinstance(one, DTensor)
-        torch.testing.assert_close(one.full_tensor(), true, rtol=1e-9, atol=1e-9)
-        weight = drawn(*true.shape, seed=20 + number)
-        loss, truth = loss + (one.full_tensor() * weight).sum(), truth + (true * weight).sum()
+    weights = [drawn(*true.shape, seed=20 + number) for number, true in enumerate(flat(expected))]
+    losses = check_results(flat(found), flat(expected), weights)
     if grads:
-        loss.backward()
-        truth.backward()
         pairs = [*zip(mine.parameters(), plain.parameters(), strict=True), *zip(tensors, sources, strict=True)]
-        for one, true in pairs:
-            torch.testing.assert_close(one.grad.full_tensor(), true.grad, rtol=1e-9, atol=1e-9)
+        check_gradients(losses, pairs)
     return found
 
 

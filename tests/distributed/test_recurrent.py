@@ -5,9 +5,10 @@ import warnings
 
 import pytest
 import torch
+from against_plain import check_gradients, check_results
 from torch import nn
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.core.shard import OperatorError
@@ -42,17 +43,10 @@ def compare(mesh, make, inputs, placements, partition=None):
         warnings.simplefilter("error")
         found = leaves(mine(*packed(plain, tensors)))
     expected = leaves(plain(*packed(plain, sources)))
-    loss = truth = 0
-    for number, (one, true) in enumerate(zip(found, expected, strict=True)):
-        assert isinstance(one, DTensor)
-        torch.testing.assert_close(one.full_tensor(), true, rtol=1e-9, atol=1e-9)
-        weight = drawn(*true.shape, seed=20 + number)
-        loss, truth = loss + (one.full_tensor() * weight).sum(), truth + (true * weight).sum()
-    loss.backward()
-    truth.backward()
+    weights = [drawn(*true.shape, seed=20 + number) for number, true in enumerate(expected)]
+    losses = check_results(found, expected, weights)
     pairs = [*zip(mine.parameters(), plain.parameters(), strict=True), *zip(tensors, sources, strict=True)]
-    for one, true in pairs:
-        torch.testing.assert_close(one.grad.full_tensor(), true.grad, rtol=1e-9, atol=1e-9)
+    check_gradients(losses, pairs)
     return found
 
 

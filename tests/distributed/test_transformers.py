@@ -2,7 +2,6 @@
 """Models of the transformers library, unchanged, on meshes by the plans in examples/recipes, against one device."""
 
 import copy
-import importlib.util
 import inspect
 import os
 from pathlib import Path
@@ -19,10 +18,6 @@ from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.tensor_parallel import replicate
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import RankError, run_ranks
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers comes with the extra 'models'"
-)
 
 KINDS = ("llama", "gpt2", "bert")
 LAYERS, VOCAB, BATCH = 2, 61, 4  # no mesh divides the vocabulary

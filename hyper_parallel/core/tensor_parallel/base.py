@@ -52,23 +52,29 @@ class ParallelStyle(ABC):
 
 
 def first_tensor(module: Any, args: tuple[Any, ...]) -> Any:
+    """What goes into a module, which is its first argument."""
     if not args or not platform.is_tensor(args[0]):
         raise ValueError(f"{type(module).__name__}: expected a tensor as its first positional argument")
     return args[0]
 
 
 def own_tensor(module: Any, name: str) -> Any:
+    """A parameter or buffer of the module itself."""
     return dict(platform.own_tensors(module))[name]
 
 
 def checked_placement(name: str, value: Any) -> Placement | None:
+    """The value, if it is a placement or None."""
     if value is not None and not isinstance(value, Placement):
         raise TypeError(f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}")
     return value
 
 
-def handed_out(module: Any, value: Any, unless: bool = False) -> Any:
-    """The plain shard of a distributed tensor, from which the next module can tell the whole."""
+def handed_out(module: Any, value: Any, may_be_uneven: bool = False) -> Any:
+    """The plain shard of a distributed tensor, from which the next module can tell the whole.
+
+    ``may_be_uneven``: the next module knows the size of the whole by itself.
+    """
     if not isinstance(value, DTensor):
         return value
     if MODES.replicate_plain and not all(placement.is_replicate() for placement in value.placements):
@@ -76,7 +82,7 @@ def handed_out(module: Any, value: Any, unless: bool = False) -> Any:
             f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in this "
             "model plain tensors are taken for copies; say use_local_output=False for the styles in it"
         )
-    if not unless and not is_even(value._layout, tuple(value.shape)):
+    if not may_be_uneven and not is_even(value._layout, tuple(value.shape)):
         raise ValueError(
             f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
             "different sizes, from which the next module could not tell the whole; say use_local_output=False"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -49,19 +49,18 @@ class PrepareModuleInput(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Puts the module on a mesh of one axis and returns it."""
         line, local = Line(device_mesh), self.use_local_output
+        in_order = _preparers(line, self.input_layouts, self.desired_input_layouts, local)
         by_name = {
-            name: (have, self.desired_input_kwarg_layouts[name]) for name, have in self.input_kwarg_layouts.items()
+            name: _preparer(line, have, self.desired_input_kwarg_layouts[name], local)
+            for name, have in self.input_kwarg_layouts.items()
         }
 
         def enter(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.input_layouts is not None:
-                wanted = self.desired_input_layouts or ()
-                args = _all_prepared(line, owner, "input", args, self.input_layouts, wanted, local)
-            for name, (have, want) in by_name.items():
-                if name in kwargs:
-                    what = f"argument {name}"
-                    kwargs = {**kwargs, name: _prepared(line, owner, what, kwargs[name], have, want, local)}
-            return args, kwargs
+                args = _all_prepared(owner, "input", args, in_order)
+            given = {name: prepare for name, prepare in by_name.items() if name in kwargs}
+            made = {name: prepare(owner, f"argument {name}", kwargs[name]) for name, prepare in given.items()}
+            return args, {**kwargs, **made}
 
         platform.register_forward_pre_hook(module, enter, with_kwargs=True)
         return module
@@ -85,11 +84,11 @@ class PrepareModuleOutput(ParallelStyle):
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Puts the module on a mesh of one axis and returns it."""
         line, local = Line(device_mesh), self.use_local_output
+        in_order = _preparers(line, self.output_layouts, self.desired_output_layouts, local)
 
         def leave(owner: Any, _: Any, output: Any) -> Any:
             values = tuple(output) if isinstance(output, (list, tuple)) else (output,)
-            have, want = self.output_layouts, self.desired_output_layouts
-            made = _all_prepared(line, owner, "output", values, have, want, local)
+            made = _all_prepared(owner, "output", values, in_order)
             if not isinstance(output, (list, tuple)):
                 return made[0]
             return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
@@ -150,23 +149,31 @@ def _assert_pairs(name: str, have: Any, other: str, want: Any) -> None:
         raise AssertionError(f"{name} and {other} must name the same arguments, got {have} and {want}")
 
 
-def _all_prepared(
-    line: Line, module: Any, what: str, values: tuple[Any, ...], have: Sequence[Any], want: Sequence[Any], local: bool
-) -> tuple[Any, ...]:
-    if len(values) != len(have):
-        raise ValueError(
-            f"{type(module).__name__}: {len(have)} {what} layouts were given, but it has {len(values)} {what}s"
-        )
-    numbered = enumerate(zip(values, have, want, strict=True))
-    return tuple(_prepared(line, module, f"{what} {i}", *given, local) for i, given in numbered)
+Prepare = Callable[[Any, str, Any], Any]  # of a module, what the value is to it, and the value
 
 
-def _prepared(line: Line, module: Any, what: str, value: Any, have: Any, want: Any, local: bool) -> Any:
+def _preparers(line: Line, have: Sequence[Any] | None, want: Sequence[Any] | None, local: bool) -> list[Prepare]:
+    return [_preparer(line, *pair, local) for pair in zip(have or (), want or (), strict=True)]
+
+
+def _preparer(line: Line, have: Placement | None, want: Placement | None, local: bool) -> Prepare:
     if have is None:
-        return value
-    if not platform.is_tensor(value):
-        raise ValueError(f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}")
-    value = line.taker(have)(module, value)
-    if want is not None:
-        value = line.mover(want)(value)
-    return handed_out(module, value) if local else value
+        return lambda module, what, value: value  # noqa: ARG005 - as the other
+    take, move = line.taker(have), line.mover(want) if want is not None else None
+
+    def prepare(module: Any, what: str, value: Any) -> Any:
+        if not platform.is_tensor(value):
+            raise ValueError(f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}")
+        value = take(module, value)
+        value = move(value) if move is not None else value
+        return handed_out(module, value) if local else value
+
+    return prepare
+
+
+def _all_prepared(module: Any, what: str, values: tuple[Any, ...], prepare: Sequence[Prepare]) -> tuple[Any, ...]:
+    if len(values) != len(prepare):
+        raise ValueError(
+            f"{type(module).__name__}: {len(prepare)} {what} layouts were given, but it has {len(values)} {what}s"
+        )
+    return tuple(one(module, f"{what} {i}", value) for i, (one, value) in enumerate(zip(prepare, values, strict=True)))

@@ -88,7 +88,7 @@ class _Projected(ParallelStyle):
         def leave(owner: Any, _: Any, output: Any) -> Any:
             output = move_out(output) if isinstance(output, DTensor) else output
             # The next layer knows how many features there are, but of nothing else how much others have.
-            return handed_out(owner, output, unless=by_feature) if local else output
+            return handed_out(owner, output, may_be_uneven=by_feature) if local else output
 
         platform.register_forward_pre_hook(module, enter)
         platform.register_forward_hook(module, leave)
