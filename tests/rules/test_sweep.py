@@ -67,7 +67,9 @@ def test_every_rule_is_called_by_the_sweep_or_by_a_case():
     unseen -= run_ranks(called_by_the_cases, 2, timeout=200)[0]
     # Tests of their own: test_foreach.py, test_init.py; test_bad_input.py refuses, and other devices are not here.
     elsewhere = {"init", "set", "cuda", "npu", "xpu"}
-    assert {name for name in unseen - elsewhere if not name.startswith(("_amp_foreach_", "_foreach_", "_fused_"))} == set()
+    assert {
+        name for name in unseen - elsewhere if not name.startswith(("_amp_foreach_", "_foreach_", "_fused_"))
+    } == set()
 
 
 def test_the_page_tells_what_the_sweep_found():
