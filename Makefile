@@ -12,7 +12,7 @@ help:  ## what there is
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py hyper_parallel/core/shard/_fast.c | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,demo,models]'
 	@touch $@
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the warm path of dispatch when the package is built. Without a compiler the same runs in Python."""
+"""Compiles the warm path of dispatch and the checksums when the package is built; else the same runs in Python."""
 
 import os
 import shlex
@@ -10,22 +10,23 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "hyper_parallel/core/shard/_fast.c"
+SOURCES = ("hyper_parallel/core/shard/_fast.c", "hyper_parallel/core/distributed_checkpoint/_crc32.c")
 
 
-class CompileFastPath(BuildHookInterface):
-    """Puts the compiled module beside its source, and into the wheel."""
+class CompileFastPaths(BuildHookInterface):
+    """Puts each compiled module beside its source, and into the wheel."""
 
     def initialize(self, version, build_data):  # noqa: ARG002 - hatchling's signature
-        target = Path(SOURCE).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
-        try:
-            compile_module(Path(self.root) / SOURCE, Path(self.root) / target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            self.app.display_warning(f"{SOURCE} was not compiled ({error}); its Python twin will do")
-            return
-        build_data["artifacts"].append(str(target))
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        for source in SOURCES:
+            target = Path(source).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+            try:
+                compile_module(Path(self.root) / source, Path(self.root) / target)
+            except (OSError, subprocess.CalledProcessError) as error:
+                self.app.display_warning(f"{source} was not compiled ({error}); its Python twin will do")
+                continue
+            build_data["artifacts"].append(str(target))
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
 
 
 def compile_module(source, target):

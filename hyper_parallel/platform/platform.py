@@ -476,6 +476,22 @@ class Platform(ABC):
         """The tensor as a numpy array, from any device; bfloat16, which numpy lacks, becomes float32."""
 
     @abstractmethod
+    def host_tensor(self, tensor: Any) -> Any:
+        """This rank's elements as a plain contiguous tensor in host memory; the tensor's own memory where it is one."""
+
+    @abstractmethod
+    def tensor_memory(self, tensor: Any) -> Any:
+        """The elements of a plain tensor as an array of opaque items that shares its memory; None where none can."""
+
+    @abstractmethod
+    def memory_key(self, tensor: Any) -> Any:
+        """What is equal for two tensors, and for the shards of two, that are the same elements of the same memory."""
+
+    @abstractmethod
+    def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
+        """A plain tensor in host memory on top of a contiguous uint8 array."""
+
+    @abstractmethod
     def str_to_dtype(self, dtype_str: str) -> Any:
         """The framework's dtype for a name as checkpoints store it: "float32", "torch.float32", "bfloat16", ..."""
 
@@ -617,6 +633,14 @@ class Platform(ABC):
     def set_rng_state(self, state: Any) -> None:
         """Puts a state from ``get_rng_state`` back."""
 
+    @abstractmethod
+    def get_rng_states(self) -> dict[str, Any]:
+        """The states, uint8 tensors of the host, of all the framework's generators that this process draws from."""
+
+    @abstractmethod
+    def set_rng_states(self, states: Mapping[str, Any]) -> None:
+        """Puts states from ``get_rng_states`` back, all or some of them."""
+
     # --- modules and parameters
 
     @abstractmethod
@@ -713,6 +737,10 @@ class Platform(ABC):
     @abstractmethod
     def get_model_state_dict(self, model: Any, *, options: Any = None) -> dict[str, Any]:
         """The model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
+
+    @abstractmethod
+    def optimizer_parts(self, optimizer: Any) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
+        """(groups, each with its "params" and options; state of each parameter), as the optimizer itself has them."""
 
     @abstractmethod
     def save_checkpoint(self, cell: Any, file_path: Any, ckpt_format: str = "safetensors") -> None:

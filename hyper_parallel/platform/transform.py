@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 def chunk_sizes(size: int, pieces: int) -> list[int]:
     """The sizes of ``pieces`` pieces as torch.chunk cuts them: the first ones larger, the last ones less or nothing."""
+    return [chunk_span(size, pieces, index)[1] for index in range(pieces)]
+
+
+def chunk_span(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """(offset, size) of one of these pieces."""
     step = -(-size // pieces)
-    return [max(0, min(step, size - i * step)) for i in range(pieces)]
+    offset = min(index * step, size)
+    return offset, min(step, size - offset)
 
 
 class TensorTransform:

@@ -32,7 +32,7 @@ from hyper_parallel.core.dtensor.placement_types import (
     commute,
 )
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.transform import chunk_sizes
+from hyper_parallel.platform.transform import chunk_span
 
 NONE = "None"  # an alias for: no axis cuts this dim
 
@@ -463,6 +463,6 @@ def cut(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """(offset, size) after cutting into ``pieces`` and taking one, again and again."""
     offset = 0
     for pieces, index in cuts:
-        sizes = chunk_sizes(size, pieces)
-        offset, size = offset + sum(sizes[:index]), sizes[index]
+        start, size = chunk_span(size, pieces, index)
+        offset += start
     return offset, size

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.platform.platform import REDUCE_OPS
-from hyper_parallel.platform.transform import chunk_sizes
+from hyper_parallel.platform.transform import chunk_span
 
 
 class Placement:
@@ -87,8 +87,8 @@ class FusedShard(Shard):
         """(offset, size) of the pieces that one of so many ranks has, one for each section."""
         found, start = [], 0
         for size in self.sections:
-            pieces = chunk_sizes(size, ranks)
-            found.append((start + sum(pieces[:index]), pieces[index]))
+            offset, length = chunk_span(size, ranks, index)
+            found.append((start + offset, length))
             start += size
         return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,9 @@ class Modules(Tensors):
 
     def _to_host(self, value: Any) -> Any:
         return value.cpu() if self.is_tensor(value) else value
+
+    def optimizer_parts(self, optimizer: Any) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
+        return optimizer.param_groups, optimizer.state
 
     def save_checkpoint(self, cell: Any, file_path: Any, ckpt_format: str = "safetensors") -> None:
         _check_format("save_checkpoint", ckpt_format)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hyper_parallel.platform.platform import Called, Platform
 from hyper_parallel.platform.torch import operators
 from hyper_parallel.platform.torch.deferred_init import deferred_copy
-from hyper_parallel.platform.transform import chunk_sizes
+from hyper_parallel.platform.transform import chunk_span
 
 # The names that checkpoints store, without a framework's prefix.
 DTYPES = {
@@ -34,6 +34,9 @@ ALIASES = {
     "bool_": "bool",
 }
 
+
+# Dtypes that numpy does not know, and those of the same size that it does.
+_WITHOUT_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 _MEMORIES: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 
@@ -73,8 +76,7 @@ class Tensors(Platform):
             )
         if not -data.dim() <= split_dim < data.dim():
             raise ValueError(f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}")
-        sizes = chunk_sizes(data.shape[split_dim], split_size)
-        return data.narrow(split_dim, sum(sizes[:index]), sizes[index])
+        return data.narrow(split_dim, *chunk_span(data.shape[split_dim], split_size, index))
 
     def clone(self, tensor: Any) -> Any:
         # Without data, what a copy must keep is how its numbers will be drawn.
@@ -122,6 +124,25 @@ class Tensors(Platform):
         host = self._local(tensor).detach().resolve_conj().resolve_neg().cpu()
         narrow = host.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
         return host.float().numpy() if narrow else host.numpy()
+
+    def host_tensor(self, tensor: Any) -> Any:
+        local = self._local(tensor).detach()
+        return local.resolve_conj().resolve_neg().to("cpu").contiguous()
+
+    def tensor_memory(self, tensor: Any) -> Any:
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+            return None
+        if tensor.dtype in _WITHOUT_NUMPY:
+            tensor = tensor.view(_WITHOUT_NUMPY[tensor.dtype])
+        return tensor.detach().numpy().view(f"V{tensor.element_size()}")
+
+    def memory_key(self, tensor: Any) -> Any:
+        local = self._local(tensor)
+        return local.untyped_storage()._cdata, local.storage_offset(), local.dtype, tuple(local.shape), local.stride()
+
+    def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
+        wanted = self._dtype("tensor_from_bytes", dtype)
+        return torch.from_numpy(data.reshape(-1)).view(wanted).view(tuple(shape))
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return torch.Size(size_list)
@@ -235,6 +256,17 @@ class Tensors(Platform):
             self._device_module().set_rng_state(state)
         else:
             torch.set_rng_state(state)
+
+    def get_rng_states(self) -> dict[str, Any]:
+        """Untested on hardware: an accelerator's generator."""
+        return {"cpu": torch.get_rng_state(), self.device_type(): self.get_rng_state()}
+
+    def set_rng_states(self, states: Mapping[str, Any]) -> None:
+        """Untested on hardware: an accelerator's generator."""
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if self.device_type() in states:
+            self.set_rng_state(states[self.device_type()])
 
     # --- streams and profiling
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a save or a load as one: they compare, they tell each other, and an error of one is an error of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.platform import get_platform
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that take part: all, or with ``alone`` this one. If ``silent`` they do not talk to each other."""
+
+    def __init__(self, *, alone: bool = False, silent: bool = False) -> None:
+        platform = get_platform()
+        self.world_size = 1 if alone else platform.get_world_size()
+        self.rank = 0 if alone else platform.get_rank()
+        self.is_silent = silent or self.world_size == 1
+        self._group: Any = None
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is the rank that writes what is written once."""
+        return self.rank == 0
+
+    def beside(self, timeout: float | None = None) -> Ranks:
+        """The same ranks with a group of their own, so that they can talk while the others are in use."""
+        made = Ranks(alone=self.world_size == 1)
+        if made.world_size > 1:
+            made._group = get_platform().split_group(None, [list(range(made.world_size))], timeout=timeout or 1800.0)
+        return made
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value."""
+        if self.is_silent:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        get_platform().all_gather_object(everyone, value, self._group)
+        return everyone
+
+    def largest(self, numbers: list[int]) -> list[int]:
+        """For each of some int64 numbers the largest of all ranks, in one exchange."""
+        if self.is_silent:
+            return numbers
+        platform = get_platform()
+        data = platform.zeros((len(numbers),), dtype=platform.str_to_dtype("int64"), device=platform.device())
+        for place, number in enumerate(numbers):
+            data[place] = number
+        return [int(number) for number in platform.tensor_to_numpy(platform.all_reduce(data, self._group, op="max"))]
+
+    def agree(self, digest: bytes, token: str) -> tuple[bool, str]:
+        """Whether all have the same digest, and one token of theirs; 16 and 8 bytes."""
+        if self.is_silent and self.world_size > 1:
+            return True, digest.hex()[:16]  # the one token that all of them have
+        own = np.frombuffer(digest, ">i8").tolist()
+        numbers = [*own, *(-1 - number for number in own), int(token, 16) >> 1]
+        found = self.largest(numbers)
+        return found[: len(own)] == [-1 - n for n in found[len(own) : -1]], f"{found[-1]:016x}"
+
+    def together(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """What the work returns, if it succeeds on all ranks; otherwise all raise the error of the first that failed.
+
+        Each rank's own error is the cause of its; whatever is not an error of ours or of the system passes through,
+        after the others have been told.
+        """
+        error: BaseException | None = None
+        result: Any = None
+        try:
+            result = work()
+        except (Exception, KeyboardInterrupt) as caught:  # noqa: BLE001 - told to the others, then raised
+            error = caught
+        if self.largest([int(error is not None)]) == [0]:
+            return result  # type: ignore[no-any-return]
+        undo()
+        told = self.gather(_told(error))
+        if error is not None and not isinstance(error, (CheckpointError, OSError)):
+            raise error
+        raise _joined(told) from error
+
+
+def _told(error: BaseException | None) -> Any:
+    if error is None:
+        return None
+    return error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _joined(told: list[Any]) -> CheckpointError:
+    failed = [(rank, error) for rank, error in enumerate(told) if error is not None]
+    rank, first = failed[0]
+    if len(told) == 1 and isinstance(first, CheckpointError):
+        return first
+    others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    if isinstance(first, CheckpointError):
+        return CheckpointError(f"{first.message} [rank {rank}{others}]", file=first.file, field=first.field)
+    return CheckpointError(f"rank {rank} failed: {first}{others}")

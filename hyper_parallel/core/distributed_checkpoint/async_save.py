@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving beside the training: the caller waits for a copy in host memory, a thread writes it.
+
+    response = async_save(state, checkpoint_id="runs/a/step-100")
+    ...                                       training goes on, and may change what is being saved
+    response.result()                         waits, and raises what went wrong; so does the next save
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
+from hyper_parallel.core.distributed_checkpoint.api import CheckpointId, Prepared, prepare
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex
+from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from hyper_parallel.core.distributed_checkpoint.storage import StorageWriter
+from hyper_parallel.platform import get_platform
+
+
+@dataclass(frozen=True)
+class AsyncSaveResponse:
+    """A save that is under way; ``future`` is done when the checkpoint is whole, or has failed."""
+
+    future: Future[Metadata]
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """What the checkpoint holds, when it is whole; raises what went wrong."""
+        _QUEUE.told(self)
+        return self.future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether it is whole, or has failed."""
+        return self.future.done()
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    when_busy: str = "queue",
+) -> AsyncSaveResponse:
+    """Copies the state to host memory, and writes it while the caller goes on.
+
+    An earlier save that failed without anyone asking raises here. While one is being written another is queued, with a
+    copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
+    """
+    if when_busy not in ("queue", "refuse"):
+        raise ValueError(f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}")
+    ranks = Ranks(alone=no_dist)
+    ranks.together(lambda: _QUEUE.check(refuses=when_busy == "refuse"))
+    prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks)
+    staged = ranks.together(lambda: _Staged(prepared.plan, prepared.planner))
+    return _QUEUE.add(replace(prepared, planner=staged), staged, ranks)
+
+
+class _Staged(SavePlanner):
+    """A plan's data, copied. Copies are kept for the next save of the same chunks."""
+
+    _spare: dict[Any, list[Any]] = {}  # noqa: RUF012 - shared on purpose: memory outlives a save
+    _lock = threading.Lock()
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.allow_pickle = getattr(planner, "allow_pickle", False)
+        self._copies: dict[MetadataIndex, tuple[Any, Any]] = {}
+        for item in plan.items:
+            if item.type is WriteItemType.TENSOR:
+                self._copies[item.index] = self._copy(item, planner.get_data(item))
+
+    def _copy(self, item: WriteItem, tensor: Any) -> tuple[Any, Any]:
+        key = (item.index, tuple(tensor.shape), str(tensor.dtype))
+        with self._lock:
+            spare = self._spare.get(key)
+            copy = spare.pop() if spare else None
+        if copy is None:
+            copy = get_platform().empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+        get_platform().load_into_param(copy, tensor)
+        return key, copy
+
+    def release(self) -> None:
+        """Gives the memory to the next save."""
+        with self._lock:
+            kept = {key: [copy] for key, copy in self._copies.values()}
+            _Staged._spare = kept  # what other saves had is let go
+            self._copies = {}
+
+    def get_data(self, item: WriteItem) -> Any:
+        return item.bytes_io_data if item.type is WriteItemType.BYTE_IO else self._copies[item.index][1]
+
+    # What was planned is not planned again.
+    def configure_planner(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None: ...
+
+    def build_local_plan(self) -> SavePlan:
+        raise AssertionError("the plan is made before the copy")
+
+    def build_global_plan(self, all_plans: Any) -> Any:
+        raise AssertionError("the plan is made before the copy")
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+
+class _Queue:
+    """Saves one after the other, in one thread that ends with the process, not with an exception of the caller."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: list[AsyncSaveResponse] = []
+        self._ranks: Ranks | None = None
+
+    def add(self, prepared: Prepared, staged: _Staged, ranks: Ranks) -> AsyncSaveResponse:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hyper_parallel-save")
+        if ranks.world_size > 1 and self._ranks is None:
+            self._ranks = ranks.beside()
+            get_platform().forget_groups_with(self._forget)
+        beside = self._ranks if ranks.world_size > 1 and self._ranks is not None else ranks
+        response = AsyncSaveResponse(self._pool.submit(_write, prepared, staged, beside))
+        self._waiting.append(response)
+        return response
+
+    def check(self, *, refuses: bool) -> None:
+        """Raises what went wrong with earlier saves and was not asked for."""
+        running = [response for response in self._waiting if not response.done()]
+        ended = [response for response in self._waiting if response.done()]
+        self._waiting = running
+        for response in ended:
+            response.future.result()
+        if running and refuses:
+            raise CheckpointError(f"{len(running)} earlier saves are still being written; wait for result(), or queue")
+
+    def told(self, response: AsyncSaveResponse) -> None:
+        """Somebody asks for this one himself."""
+        self._waiting = [other for other in self._waiting if other is not response]
+
+    def _forget(self) -> None:
+        self._ranks = None
+
+
+def _write(prepared: Prepared, staged: _Staged, ranks: Ranks) -> Metadata:
+    try:
+        return prepared.write(ranks)
+    finally:
+        staged.release()
+
+
+_QUEUE = _Queue()

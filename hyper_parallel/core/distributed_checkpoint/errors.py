@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of a checkpoint that cannot be written, found, trusted or understood: which file, which field, what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """Names the file and the field where there is one; ``file`` and ``field`` say so in data."""
+
+    def __init__(self, message: str, *, file: str | Path | None = None, field: str | None = None) -> None:
+        place = f"{file}: " if file is not None else ""
+        super().__init__(f"{place}{field}: {message}" if field else f"{place}{message}")
+        self.message = message
+        self.file = None if file is None else str(file)
+        self.field = field
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The text already has file and field; a rank's error travels to the others and to the parent.
+        return (_remade, (type(self), str(self), self.message, self.file, self.field))
+
+
+def _remade(cls: type[CheckpointError], text: str, message: str, file: str | None, field: str | None) -> CheckpointError:
+    made = cls(text)
+    made.message, made.file, made.field = message, file, field
+    return made

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a folder: one safetensors file for each rank that writes, and checkpoint.json, which makes it whole.
+
+Data goes to a temporary name, is synced and renamed; when all ranks have done so the coordinator writes the metadata
+the same way. Files have the tag of their save in their names, so a folder can be written over: until the new metadata
+is in place the old is, with all of its files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.core.distributed_checkpoint import data_file, format
+from hyper_parallel.core.distributed_checkpoint.chunks import Place
+from hyper_parallel.core.distributed_checkpoint.data_file import DataFile, Piece, open_data_file, write_data_file
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.header import PARTS, Entry
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+    dtype_name,
+)
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
+from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageReader, StorageWriter, WriteResult
+from hyper_parallel.platform import get_platform
+
+_OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
+_MOST_OPEN = 64  # files at once
+
+Progress = Callable[[int], None]  # is told how many more bytes were written or read
+
+
+def new_tag() -> str:
+    """What the files of one save have in common, and no other save has."""
+    return secrets.token_hex(8)
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes into a folder that all ranks see."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None) -> None:
+        self._folder = None if path is None else Path(path)
+        self._progress = progress
+        self._run = SaveRun("")
+        self._allow_pickle = False
+        self._own: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint goes."""
+        if self._folder is None:
+            raise ValueError("FileSystemWriter has no folder: pass one, or a checkpoint_id")
+        return self._folder
+
+    def initialize_writer(self, checkpoint_id: Any) -> None:
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+        self._own = None
+
+    def configure_writer(self, is_coordinator: bool) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the folder cannot be made: {error.strerror}", file=self.folder) from error
+
+    def execute_write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        self._run = plan.storage_data or SaveRun(new_tag())
+        self._allow_pickle = getattr(planner, "allow_pickle", False)
+        tensors = [item for item in plan.items if item.type is WriteItemType.TENSOR]
+        if tensors:
+            self._own = self.folder / format.data_file_name(self._run.token, self._run.rank)
+            pieces = [_piece(item, planner) for item in tensors]
+            write_data_file(
+                self._own, pieces, tag=self._run.token, rank=self._run.rank, progress=self._progress
+            )
+        written = [WriteResult(item.index, item.tensor_storage_size() or 0) for item in tensors]
+        objects = (item for item in plan.items if item.type is WriteItemType.BYTE_IO)
+        return written + [WriteResult(item.index, 0, planner.get_data(item)) for item in objects]
+
+    def finalize_checkpoint(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+        found = {result.index.fqn: result.storage_data for each in results for result in each}
+        objects = {n: found[n] for n, m in metadata.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)}
+        stored = format.Stored(self._run.token, self._run.ranks, objects, f"hyper_parallel {version('hyper_parallel')}")
+        whole = Metadata(metadata.state_dict_metadata, metadata.planner_data, stored, metadata.version)
+        self._write_metadata(format.to_bytes(whole, allow_pickle=self._allow_pickle))
+        remove_leftovers(self.folder, self._run.token)
+        return whole
+
+    def abandon(self) -> None:
+        if self._own is not None:
+            self._own.unlink(missing_ok=True)
+
+    def _write_metadata(self, text: bytes) -> None:
+        target = self.folder / format.METADATA_FILE
+        growing = target.with_name(f"{target.name}.{self._run.token}.tmp")
+        try:
+            with growing.open("xb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            data_file.phase("metadata written")
+            growing.replace(target)
+            data_file.phase("metadata renamed")
+            data_file.sync_folder(self.folder)
+        except OSError as error:
+            growing.unlink(missing_ok=True)
+            raise CheckpointError(f"the metadata cannot be written: {error.strerror}", file=target) from error
+        data_file.phase("metadata synced")
+
+
+def remove_leftovers(folder: Path, tag: str) -> list[str]:
+    """Removes what earlier saves left in a folder, whole ones and broken ones, and returns the names.
+
+    Only files that this library names so are touched. No save into the folder may be running.
+    """
+    removed = []
+    for path in sorted(folder.iterdir()):
+        named = _OURS.fullmatch(path.name)
+        if named is None or path.name == format.METADATA_FILE:
+            continue
+        if named["tag"] != tag or path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+            data_file.phase("leftover removed")
+            removed.append(path.name)
+    return removed
+
+
+def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
+    assert item.tensor_data is not None
+    chunk, size = item.tensor_data["chunk"], item.tensor_data["size"]
+    dtype = dtype_name(item.tensor_data["properties"].dtype)
+    return Piece(format.key_of(item.index.fqn, chunk, size), dtype, chunk.sizes, lambda: bytes_of(planner.get_data(item)))
+
+
+def bytes_of(tensor: Any) -> NDArray[np.uint8]:
+    """The bytes of a plain tensor, in its own memory where that is possible."""
+    host = get_platform().host_tensor(tensor)
+    items: NDArray[Any] = get_platform().tensor_memory(host)
+    return items.reshape(-1).view(np.uint8)
+
+
+class FileSystemReader(StorageReader):
+    """Reads a folder. ``verify=False`` does not compare checksums; ``allow_pickle=True`` unpickles what was pickled."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self._folder = None if path is None else Path(path)
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+        self._progress = progress
+        self._metadata: Metadata | None = None
+        self.bytes_read = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is."""
+        if self._folder is None:
+            raise ValueError("FileSystemReader has no folder: pass one, or a checkpoint_id")
+        return self._folder
+
+    def initialize_reader(self, checkpoint_id: Any) -> None:
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+        self._metadata = None
+        self.bytes_read = 0
+
+    def load_metadata(self) -> Metadata:
+        file = self.folder / format.METADATA_FILE
+        try:
+            data = data_file.read_small_file(file, format.MOST_BYTES)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                torn = self.folder.is_dir() and any(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
+                why = "a save into it did not come to its end" if torn else "nothing was saved there"
+                raise CheckpointError(f"there is no whole checkpoint here: {why}", file=file) from error
+            raise
+        return format.from_bytes(data, file, allow_pickle=self._allow_pickle)
+
+    def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        self._metadata = metadata
+
+    def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        files = self._by_place(item for item in plan.items if item.type is LoadItemType.TENSOR)
+        with ExitStack() as stack:
+            opened: dict[Place, DataFile] = {}
+            for place, items in files.items():  # all is looked at before the first byte goes anywhere
+                file = stack.enter_context(self.open(place)) if len(opened) < _MOST_OPEN else None
+                with ExitStack() as brief:
+                    known = file if file is not None else brief.enter_context(self.open(place))
+                    for item in items:
+                        self.entry(known, item.storage_index.fqn, self._chunk(item))
+                if file is not None:
+                    opened[place] = file
+            for place, items in files.items():
+                with ExitStack() as brief:
+                    self._read(opened[place] if place in opened else brief.enter_context(self.open(place)), items, planner)
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
+
+    def open(self, place: Place) -> DataFile:
+        """The data file of a place."""
+        assert isinstance(place, int)
+        tag = self._known().storage_data.tag
+        return open_data_file(self.folder / format.data_file_name(tag, place), tag=tag, rank=place)
+
+    def entry(self, file: DataFile, name: str, chunk: ChunkStorageMetadata) -> Entry:
+        """Where a chunk is in its file; a CheckpointError if it is not there as the metadata says."""
+        stored = self._stored(name)
+        dtype, sizes = dtype_name(stored.properties.dtype), tuple(chunk.sizes)
+        if file.is_ours and dtype in PARTS:
+            dtype, sizes = PARTS[dtype], (*sizes, 2)
+        key = format.key_of(name, chunk, stored.size)
+        found = file.header.entries.get(key)
+        if found is None:
+            raise CheckpointError("the file does not have this chunk", file=file.path, field=key)
+        if (found.dtype, found.shape) != (dtype, sizes):
+            raise CheckpointError(
+                f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
+                file=file.path,
+                field=key,
+            )
+        return found
+
+    def _read(self, file: DataFile, items: list[ReadItem], planner: LoadPlanner) -> None:
+        located = [(self.entry(file, item.storage_index.fqn, self._chunk(item)), item) for item in items]
+        for entry, item in sorted(located, key=lambda pair: (pair[0].start, pair[1].storage_offsets)):
+            tensor = planner.acquire_tensor(item)
+            memory = get_platform().tensor_memory(tensor)
+            count = _read_box(file, entry, item, memory, verify=self._verify)
+            self.bytes_read += count
+            planner.apply_tensor(item, tensor)
+            if self._progress is not None:
+                self._progress(count)
+
+    def _by_place(self, items: Iterator[ReadItem]) -> dict[Place, list[ReadItem]]:
+        found: dict[Place, list[ReadItem]] = {}
+        for item in items:
+            chunks = as_chunks(self._stored(item.storage_index.fqn).chunks)
+            found.setdefault(chunks.place(_number(item)), []).append(item)
+        return dict(sorted(found.items(), key=lambda pair: str(pair[0])))
+
+    def _chunk(self, item: ReadItem) -> ChunkStorageMetadata:
+        return as_chunks(self._stored(item.storage_index.fqn).chunks).chunk(_number(item))
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        stored = self._known().state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
+
+    def _known(self) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self.load_metadata()
+        return self._metadata
+
+
+def _number(item: ReadItem) -> int:
+    assert item.storage_index.index is not None
+    return item.storage_index.index
+
+
+def _read_box(file: DataFile, entry: Entry, item: ReadItem, memory: NDArray[Any], *, verify: bool) -> int:
+    offsets, lengths = item.storage_offsets, item.lengths
+    if entry.item_size < memory.dtype.itemsize:  # complex numbers are stored as pairs
+        pairs = np.lib.stride_tricks.as_strided(memory, (*memory.shape, 1), (*memory.strides, memory.dtype.itemsize))
+        memory = pairs.view(f"V{entry.item_size}")
+        offsets, lengths = (*offsets, 0), (*lengths, 2)
+    return file.read(entry, offsets, lengths, memory, verify=verify)

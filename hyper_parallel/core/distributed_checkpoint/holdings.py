@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank has of a state dict, sorted into tensors, objects, and what each rank has its own of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint import codec
+from hyper_parallel.core.distributed_checkpoint.chunks import Part
+from hyper_parallel.core.distributed_checkpoint.entries import Entry, digest, entry_of, row_on_each, sampled
+from hyper_parallel.core.distributed_checkpoint.metadata import Path
+from hyper_parallel.core.distributed_checkpoint.state_dict import flattened, unwrapped
+from hyper_parallel.platform import get_platform
+
+
+@dataclass
+class Holdings:
+    """One rank's part of a state dict. Without ``tensors`` it is facts that can be sent to others."""
+
+    rank: int
+    entries: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    own_objects: dict[str, Any] = field(default_factory=dict)  # each rank has another
+    same_as: dict[str, str] = field(default_factory=dict)  # tied to the tensor of another name
+    paths: dict[str, Path] = field(default_factory=dict)  # where that is not the name alone
+    texts: dict[str, str] = field(default_factory=dict)  # the objects as they are stored
+    tensors: dict[str, Any] = field(default_factory=dict)  # the plain tensor on this rank
+
+    def facts(self) -> Holdings:
+        """The same without data, with samples of the tensors' bytes to compare."""
+        entries = {name: replace(entry, sample=sampled(self.tensors[name])) for name, entry in self.entries.items()}
+        return replace(self, entries=entries, tensors={})
+
+    def fingerprint(self, *more: Any) -> bytes:
+        """What is equal on all ranks if each can tell by itself what the others have."""
+        # Nothing but their names says that plain tensors are the same everywhere.
+        plain = [name for name, entry in self.entries.items() if entry.is_plain and name in self.tensors]
+        samples = {name: sampled(self.tensors[name]) for name in plain}
+        own = sorted(self.own_objects)
+        return digest(list(self.entries.values()), samples, self.texts, own, self.same_as, self.paths, more)
+
+    def parts(self, name: str) -> list[Part]:
+        """The chunks of a tensor that are on this rank."""
+        entry = self.entries[name]
+        coordinate = entry.cut.coordinate(self.rank)
+        return [] if coordinate is None else list(entry.grid().parts_at(coordinate))
+
+    def data(self, name: str, offsets: tuple[int, ...]) -> Any:
+        """The plain tensor of one of these chunks."""
+        part = next(p for p in self.parts(name) if tuple(offset for offset, _ in p.box) == offsets)
+        inside = tuple(slice(start, start + size) for start, (_, size) in zip(part.start, part.box, strict=True))
+        local = self.tensors[name]
+        return local[inside] if self.entries[name].cut.sections else local
+
+
+def holdings_of(
+    state_dict: Mapping[str, Any], rank: int, world_size: int, *, allow_pickle: bool = False, find_ties: bool = True
+) -> Holdings:
+    """What this rank has; objects that cannot be stored are refused here, before anything is written."""
+    platform, made = get_platform(), Holdings(rank)
+    known: dict[Any, str] = {}
+    for name, leaf in sorted(flattened(state_dict).items()):
+        if leaf.path != (name,):
+            made.paths[name] = leaf.path
+        value, is_own = unwrapped(leaf.value)
+        if not platform.is_tensor(value):
+            encoded = codec.encode(value, name, allow_pickle=allow_pickle)
+            (made.own_objects if is_own else made.objects)[name] = value
+            if not is_own:
+                made.texts[name] = json.dumps(encoded)
+            continue
+        key = (platform.memory_key(value), getattr(value, "layout", None)) if find_ties and not is_own else name
+        if key in known:
+            made.same_as[name] = known[key]
+            continue
+        known[key] = name
+        entry, made.tensors[name] = entry_of(name, value, world_size), platform.get_param_local_data(value)
+        made.entries[name] = _row(entry, world_size) if is_own else entry
+        if is_own:
+            made.tensors[name] = made.tensors[name].reshape(1, *entry.size)
+    return made
+
+
+def _row(entry: Entry, world_size: int) -> Entry:
+    """The entry of what each rank has its own of: rows of one tensor."""
+    size = (world_size, *entry.size)
+    return replace(entry, size=size, cut=row_on_each(world_size, len(size)))

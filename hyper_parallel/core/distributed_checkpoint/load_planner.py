@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a state dict in place from a checkpoint of any layout, and knows what became of each name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint.chunks import Part
+from hyper_parallel.core.distributed_checkpoint.entries import entry_of
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ITEM_SIZES,
+    Metadata,
+    MetadataIndex,
+    Path,
+    TensorStorageMetadata,
+    dtype_name,
+)
+from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from hyper_parallel.core.distributed_checkpoint.report import LoadReport, some
+from hyper_parallel.core.distributed_checkpoint.resharding import read_items
+from hyper_parallel.core.distributed_checkpoint.state_dict import Leaf, PerRank, flattened, place, state_of, unwrapped
+from hyper_parallel.platform import get_platform
+
+
+class StandardLoadPlanner(LoadPlanner):
+    """Reads what overlaps this rank's shards. ``allow_partial_load=True`` leaves names alone that are not there."""
+
+    def __init__(self, allow_partial_load: bool = False) -> None:
+        self.allow_partial_load = allow_partial_load
+
+    def configure_planner(self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any) -> None:
+        self._rank: int = kwargs.get("rank", 0)
+        self._world: int = kwargs.get("world_size", 1)
+        state: Callable[[Path, Any], Any] = kwargs.get("state", state_of)
+        self._metadata = metadata
+        self._saved = metadata.state_dict_metadata
+        self._asked = set(state_dict)
+        self._leaves = flattened(state_dict, state)
+        self._parts: dict[str, dict[tuple[int, ...], Part]] = {}
+        self._locals: dict[str, Any] = {}
+        self._found: dict[str, list[str]] = {kind: [] for kind in ("loaded", "missing", "resharded", "cast", "kept")}
+        self._bytes = 0
+
+    def build_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, leaf in self._leaves.items():
+            if name in self._saved:
+                items.extend(self._items(name, leaf))
+            else:
+                self._found["missing"].append(name)
+        self._take_tied()
+        return LoadPlan(items)
+
+    def build_global_plan(self, all_plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        return list(all_plans)
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def report(self) -> LoadReport:
+        """What is, or would be, loaded."""
+        unknown = [name for name in self._saved if name not in self._leaves]
+        skipped = {name for name in unknown if self._is_elsewhere(name)}
+        found = {kind: tuple(names) for kind, names in self._found.items()}
+        return LoadReport(
+            **found, skipped=tuple(sorted(skipped)), unexpected=tuple(n for n in unknown if n not in skipped), bytes=self._bytes
+        )
+
+    def check(self, *, strict: bool) -> None:
+        """A CheckpointError if names are missing, or, when strict, if there are some that nobody asked for."""
+        report = self.report()
+        if report.missing and not self.allow_partial_load:
+            near = difflib.get_close_matches(report.missing[0], report.unexpected, 3)
+            hint = f"; near names in it are {', '.join(near)}" if near else ""
+            raise CheckpointError(
+                f"{len(report.missing)} names are not in the checkpoint: {some(report.missing)}{hint}; "
+                "StandardLoadPlanner(allow_partial_load=True) leaves such as they are"
+            )
+        if report.unexpected and strict:
+            raise CheckpointError(
+                f"{len(report.unexpected)} names of the checkpoint were not asked for: {some(report.unexpected)}; "
+                "strict=False loads without them"
+            )
+
+    # --- one name
+
+    def _items(self, name: str, leaf: Leaf) -> list[ReadItem]:
+        saved = self._saved[name]
+        value, _ = unwrapped(leaf.value)
+        if get_platform().is_tensor(value) != isinstance(saved, TensorStorageMetadata):
+            have, want = ("a tensor", "an object") if isinstance(saved, TensorStorageMetadata) else ("an object", "a tensor")
+            raise CheckpointError(f"the checkpoint has {have}, the state dict {want}", field=name)
+        if not isinstance(saved, TensorStorageMetadata):
+            self._found["loaded"].append(name)
+            index = MetadataIndex(name)
+            return [ReadItem(LoadItemType.BYTE_IO, index, (), index, (), ())]
+        return self._tensor_items(name, leaf.value, value, saved)
+
+    def _tensor_items(self, name: str, wanted: Any, tensor: Any, saved: TensorStorageMetadata) -> list[ReadItem]:
+        entry = entry_of(name, tensor, self._world)
+        local = get_platform().get_param_local_data(tensor)
+        coordinate = entry.cut.coordinate(self._rank)
+        parts = [] if coordinate is None else list(entry.grid().parts_at(coordinate))
+        size = entry.size
+        if isinstance(wanted, PerRank):
+            if self._rank >= saved.size[0]:
+                self._found["kept"].append(name)
+                return []
+            size = (saved.size[0], *size)
+            local = local.reshape(1, *local.shape)
+            parts = [Part(p.number, ((self._rank, 1), *p.box), (0, *p.start)) for p in parts]
+        if tuple(saved.size) != size:
+            raise CheckpointError(f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}", field=name)
+        self._check_dtype(name, entry.dtype, saved)
+        self._locals[name] = local
+        self._parts[name] = {tuple(offset for offset, _ in part.box): part for part in parts}
+        items = list(read_items(name, [part.box for part in parts], saved.chunks, saved.stored_as))
+        self._note(name, parts, items, saved)
+        return items
+
+    def _check_dtype(self, name: str, dtype: str, saved: TensorStorageMetadata) -> None:
+        stored = dtype_name(saved.properties.dtype)
+        if stored == dtype:
+            return
+        if "float" not in stored or "float" not in dtype:
+            raise CheckpointError(
+                f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast", field=name
+            )
+        self._found["cast"].append(name)
+
+    def _note(self, name: str, parts: list[Part], items: list[ReadItem], saved: TensorStorageMetadata) -> None:
+        self._found["loaded"].append(name)
+        volume = sum(math.prod(item.lengths) for item in items)
+        self._bytes += volume * ITEM_SIZES[dtype_name(saved.properties.dtype)]
+        if volume != sum(math.prod(size for _, size in part.box) for part in parts):
+            raise CheckpointError("the checkpoint does not have all elements of this tensor", field=name)
+        sizes = [tuple(size for _, size in part.box) for part in parts]
+        whole = [item.lengths for item in items if not any((*item.dest_offsets, *item.storage_offsets))]
+        stored = [saved.chunks[item.storage_index.index or 0].sizes for item in items]
+        if not sizes == whole == stored:
+            self._found["resharded"].append(name)
+
+    def _take_tied(self) -> None:
+        """A name that is not there, but is the same memory as one that is, is filled with it."""
+        platform, found = get_platform(), set()
+        for name in self._locals:
+            found.add(platform.memory_key(self._locals[name]))
+        for name in list(self._found["missing"]):
+            value = self._leaves[name].value
+            if platform.is_tensor(value) and platform.memory_key(platform.get_param_local_data(value)) in found:
+                self._found["missing"].remove(name)
+                self._found["loaded"].append(name)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether a name lies under a key at the top of the saved state dict that nobody asked for."""
+        path = (self._metadata.planner_data or {}).get(name, (name,))
+        return len(path) > 1 and path[0] not in self._asked
+
+    # --- memory
+
+    def acquire_tensor(self, read_item: ReadItem) -> Any:
+        view, saved = self._view(read_item), self._saved[read_item.dest_index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        platform, dtype = get_platform(), dtype_name(saved.properties.dtype)
+        if dtype_name(view.dtype) == dtype and platform.tensor_memory(view) is not None:
+            return view
+        return platform.empty(read_item.lengths, dtype=platform.str_to_dtype(dtype), device="cpu")
+
+    def apply_tensor(self, read_item: ReadItem, tensor: Any) -> None:
+        view, platform = self._view(read_item), get_platform()
+        if platform.memory_key(view) != platform.memory_key(tensor):
+            platform.load_into_param(view, tensor)
+
+    def apply_bytes(self, read_item: ReadItem, value: Any) -> None:
+        leaf = self._leaves[read_item.dest_index.fqn]
+        if not isinstance(leaf.value, PerRank):
+            place(leaf, value)
+        elif isinstance(value, dict) and self._rank in value:
+            place(leaf, PerRank(value[self._rank]))
+        else:
+            self._found["loaded"].remove(read_item.dest_index.fqn)
+            self._found["kept"].append(read_item.dest_index.fqn)
+
+    def _view(self, item: ReadItem) -> Any:
+        """The elements of this rank's shard that an item fills."""
+        part = self._parts[item.dest_index.fqn][item.dest_index.offset]
+        starts = [start + offset for start, offset in zip(part.start, item.dest_offsets, strict=True)]
+        inside = tuple(slice(start, start + size) for start, size in zip(starts, item.lengths, strict=True))
+        return self._locals[item.dest_index.fqn][inside]

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of one run: a folder a step, the newest and the best of them kept, the newest whole one found again.
+
+    checkpoints = CheckpointManager("runs/a", keep_last=3, keep_best=1, metric="loss")
+    checkpoints.load(state)                            the newest, or None: one script starts and goes on
+    checkpoints.save(step, state, {"loss": loss})      and removes what is not to be kept
+
+Every method is called on all ranks: the first rank looks and removes, and tells the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hyper_parallel.core.distributed_checkpoint import api
+from hyper_parallel.core.distributed_checkpoint.data_file import sync_folder
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
+from hyper_parallel.platform import get_platform
+
+_T = TypeVar("_T")
+
+_STEP = re.compile(r"step-(\d{8,})")
+_DATA = re.compile(r"data-([0-9a-f]{16})-\d{5,}\.safetensors")
+_OWN_KEY = "checkpoint"  # where the step and the metrics are in a checkpoint
+
+
+class CheckpointManager:
+    """Saves, finds, loads and removes the checkpoints in a folder.
+
+    Kept are the last ``keep_last`` (all if None) and the ``keep_best`` by ``metric``, the smallest or, with
+    ``mode="max"``, the largest. A step that was just saved is kept too. With ``asynchronous`` a save goes on while
+    training does; it is waited for by the next save, `load`, `clean` and `wait`, which raise what went wrong with it.
+    What has another name than a step's folder, or lies in one without being a checkpoint's file, is never touched.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int | None = 3,
+        keep_best: int = 0,
+        metric: str | None = None,
+        mode: str = "min",
+        asynchronous: bool = False,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}")
+        if keep_best < 0 or (keep_best and metric is None):
+            raise ValueError(f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}")
+        self.folder = Path(folder)
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.metric, self.mode = metric, mode
+        self.asynchronous = asynchronous
+        self._running: tuple[int, Any] | None = None  # the step that is being saved, and the response to wait for
+        self._scores: dict[int, float | None] = {}  # of the metric; on the first rank alone
+
+    # --- saving
+
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> Path:
+        """Saves a step and removes what is not to be kept; returns the step's folder.
+
+        Of the metrics, those of the first rank are kept.
+        """
+        if _OWN_KEY in state:
+            raise ValueError(
+                f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state"
+            )
+        if step < 0:
+            raise ValueError(f"CheckpointManager.save: step must not be negative, got {step}")
+        self.clean()
+        numbers = _on_first_rank(lambda: {name: float(value) for name, value in (metrics or {}).items()})
+        whole = {**state, _OWN_KEY: {"step": step, "metrics": numbers}}
+        target = self._path(step)
+        if self.asynchronous:
+            self._running = step, api.async_save(whole, checkpoint_id=target)
+        else:
+            api.save(whole, checkpoint_id=target)
+            _on_first_rank(lambda: self._remove_surplus(step))
+        return target
+
+    def wait(self) -> None:
+        """Returns when the running save, if there is one, is whole; raises what went wrong with it."""
+        if self._running is not None:
+            (step, response), self._running = self._running, None
+            response.result()
+            _on_first_rank(lambda: self._remove_surplus(step))
+
+    def clean(self) -> None:
+        """Removes what saves that came to nothing have left; waits for the running one first."""
+        self.wait()
+        _on_first_rank(self._clean)
+
+    # --- finding
+
+    def steps(self) -> list[int]:
+        """The steps that there are whole checkpoints of, in order."""
+        return _on_first_rank(self._whole)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        found = self.steps()
+        return self._path(found[-1]) if found else None
+
+    def best(self) -> list[Path]:
+        """The ``keep_best`` best checkpoints by the metric, the best first."""
+        return [self._path(step) for step in _on_first_rank(self._best)]
+
+    def load(self, state: dict[str, Any], step: int | None = None) -> Any:
+        """Fills the state from a step, or from the newest checkpoint; returns the report, or None if there is none.
+
+        Without a step, checkpoints whose metadata is damaged are told and passed over.
+        """
+        self.wait()
+        chosen = _on_first_rank(lambda: self._readable() if step is None else self._existing(step))
+        return None if chosen is None else api.load(state, checkpoint_id=chosen)
+
+    # --- on the first rank
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _folders(self) -> dict[int, Path]:
+        """All folders of steps, whole or not, by step."""
+        if not self.folder.is_dir():
+            return {}
+        named = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        found = {int(match[1]): path for match, path in named if match and path.is_dir() and not path.is_symlink()}
+        return {step: path for step, path in sorted(found.items()) if path == self._path(step)}
+
+    def _whole(self) -> list[int]:
+        return [step for step, path in self._folders().items() if _is_whole(path)]
+
+    def _readable(self) -> Path | None:
+        """The newest checkpoint that can be understood."""
+        steps = self._whole()
+        for step in reversed(steps):
+            try:
+                api.read_metadata(self._path(step))
+            except CheckpointError as error:
+                warnings.warn(f"CheckpointManager.load: step {step} is passed over: {error}", stacklevel=2)
+            else:
+                return self._path(step)
+        if steps:
+            raise CheckpointError(f"none of the checkpoints of steps {steps} can be read", file=self.folder)
+        return None
+
+    def _existing(self, step: int) -> Path:
+        path, steps = self._path(step), self._whole()
+        if step not in steps:
+            raise CheckpointError(f"there is no whole checkpoint of step {step}; there are those of {steps}", file=path)
+        return path
+
+    def _best(self) -> list[int]:
+        scores = {step: self._score(step) for step in self._whole()} if self.metric is not None else {}
+        ranked = [
+            (score if self.mode == "min" else -score, -step) for step, score in scores.items() if score is not None
+        ]
+        return [-step for _, step in sorted(ranked)[: self.keep_best]]  # of equal ones the newer
+
+    def _score(self, step: int) -> float | None:
+        """The metric of a checkpoint; None if it has none or it is no number."""
+        if step not in self._scores:
+            self._scores[step] = None
+            with suppress(CheckpointError):
+                objects = api.read_metadata(self._path(step)).storage_data.objects
+                score = objects.get(f"{_OWN_KEY}.metrics.{self.metric}")
+                self._scores[step] = None if score is None or math.isnan(score) else score
+        return self._scores[step]
+
+    def _clean(self) -> None:
+        for path in self._folders().values():
+            _clean(path)
+
+    def _remove_surplus(self, saved: int) -> None:
+        self._scores.pop(saved, None)  # it may be a step that was saved before
+        for step in self._surplus(saved):
+            _remove(self._path(step))
+
+    def _surplus(self, saved: int) -> list[int]:
+        steps = self._whole()
+        if saved not in steps or self.keep_last is None:
+            return []
+        keep = {saved, *steps[-self.keep_last :], *self._best()}
+        return [step for step in steps if step not in keep]
+
+
+def _on_first_rank(function: Callable[[], _T]) -> _T:
+    """What the function gives on the first rank, on all ranks; they go on when it is done, or all raise its error."""
+    platform = get_platform()
+    if platform.get_world_size() == 1:
+        return function()
+    told: tuple[Any, Exception | None] = None, None
+    if platform.get_rank() == 0:
+        try:
+            told = function(), None
+        except Exception as failure:  # noqa: BLE001 - the others wait for it
+            told = None, failure
+    everyone: list[Any] = [None] * platform.get_world_size()
+    platform.all_gather_object(everyone, told)
+    result, error = everyone[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _is_whole(path: Path) -> bool:
+    file = path / METADATA_FILE
+    return file.is_file() and not file.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, its metadata first: half removed, it is not taken for whole. What is not its own stays."""
+    (path / METADATA_FILE).unlink(missing_ok=True)
+    sync_folder(path)
+    for file in path.iterdir():
+        if _DATA.fullmatch(file.name) or _is_temporary(file):
+            file.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()  # unless something of others is in it
+
+
+def _clean(path: Path) -> None:
+    """Removes what does not belong to a whole checkpoint: all of it, temporary files, data of an earlier save."""
+    if not _is_whole(path):
+        _remove(path)
+        return
+    files = list(path.iterdir())
+    data = [(match[1], file) for file in files if (match := _DATA.fullmatch(file.name))]
+    strange = [file for file in files if _is_temporary(file)]
+    if len({tag for tag, _ in data}) > 1:
+        with suppress(CheckpointError):  # where the metadata cannot be read, nobody knows whose data it is
+            own = api.read_metadata(path).storage_data.tag
+            strange += [file for tag, file in data if tag != own]
+    for file in strange:
+        file.unlink(missing_ok=True)
+
+
+def _is_temporary(file: Path) -> bool:
+    return file.suffix == ".tmp" and not file.is_dir()
