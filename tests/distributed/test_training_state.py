@@ -2,7 +2,6 @@
 """A run that goes on from saved state against one that was never broken: optimizers, generators, models."""
 
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from hyper_parallel import (
     get_platform,
     init_device_mesh,
 )
+from hyper_parallel.core.distributed_checkpoint.api import load, save
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from hyper_parallel.core.distributed_checkpoint.api import load, save
 from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
 from hyper_parallel.testing import on_ranks, run_ranks
 
@@ -61,7 +60,7 @@ class Lion(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adadelta": torch.optim.Adadelta,
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
     "Adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, foreach=False),
@@ -108,8 +107,8 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def whole(value):
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach() if torch.is_tensor(value) else value
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def facts(model, optimizer):
@@ -138,7 +137,8 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path):
         twin = on_mesh((2,), seed=1)
         fresh = make(twin.parameters())
         load({"model": ModelState(twin), "optimizer": OptimizerState(twin, fresh)}, checkpoint_id=folder)
-        assert fresh.state.get(twin.idle, {}) == {}, name
+        if name != "Adagrad":  # which makes all of its state at once
+            assert not fresh.state.get(twin.idle), name
         train(twin, fresh, range(3, 6))
         assert facts(twin, fresh) == facts(model, optimizer), name
 
@@ -248,8 +248,8 @@ def test_without_files(run):
         assert all(values[key].data_ptr() != other.state[parameter][key].data_ptr() for key in values)
 
 
-def test_a_load_that_fails_changes_no_optimizer(run):
-    model, optimizer = run
+def test_a_load_that_fails_changes_no_optimizer():
+    model = Net()
     fresh = grouped(model)
     value = OptimizerState(model, fresh)
     value.expect({"state.scale.step": TensorStorageMetadata(TensorProperties("float32"), (), ())})
@@ -446,10 +446,9 @@ class Counting(nn.Linear):
 def test_models_are_filled_where_they_are(tmp_path):
     model, twin = (nn.Sequential(Counting(2, 3), nn.BatchNorm1d(3), Net()) for _ in range(2))
     model[0].calls = 5
-    model(torch.ones(4, 2)[:, :2]) if False else model[1](model[0](torch.ones(4, 2)))
+    model[1](model[0](torch.ones(4, 2)))
     save({"model": ModelState(model)}, checkpoint_id=tmp_path)
     parameters = list(map(id, twin.parameters()))
-    versions = [p._version for p in twin.parameters()]
     load({"model": ModelState(twin)}, checkpoint_id=tmp_path)
     assert list(map(id, twin.parameters())) == parameters
     assert twin[2].head.weight is twin[2].embed.weight
@@ -458,8 +457,11 @@ def test_models_are_filled_where_they_are(tmp_path):
         assert (
             torch.equal(twin.state_dict()[name], value) if torch.is_tensor(value) else twin.state_dict()[name] == value
         )
-    assert [p._version for p in twin.parameters()] == versions, "nothing was copied once more"
-    with pytest.raises(CheckpointError, match="0.weight is not in the state dict"):
+    value = ModelState(twin)
+    filled, versions = value.state_dict(), [p._version for p in twin.parameters()]
+    value.load_state_dict(filled)
+    assert [p._version for p in twin.parameters()] == versions, "what lies in the model is not copied onto itself"
+    with pytest.raises(CheckpointError, match="0._extra_state is not in the state dict, nor are 15 others in both"):
         ModelState(twin).load_state_dict({})
     other = nn.Sequential(Counting(2, 3), nn.BatchNorm1d(3), Net())
     ModelState(other).load_state_dict(model.state_dict())

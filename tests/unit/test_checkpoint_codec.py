@@ -240,6 +240,7 @@ BOX = {"dtype": "int8", "shape": [2], "data": "AAA="}
         ({"$set": [[]]}, "cannot be one: unhashable"),
         ({"$dict": [1]}, "expected a list"),
         ({"$dict": [[1]]}, "expected a key and a value"),
+        ({"$dict": [{"$ndarray": BOX}]}, "expected a list, got ndarray"),
         ({"$dict": [[1, 2], [1.0, 3]]}, "has a key twice"),
         ({"$dict": [[{}, 2]]}, "cannot be one: unhashable"),
         ({"$set": [n * (2**61 - 1) for n in range(200)]}, "200 keys have the same hash"),

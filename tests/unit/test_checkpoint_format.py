@@ -2,9 +2,11 @@
 """checkpoint.json: there and back, and every lie in it refused with the name of its field."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
+import re
 import tracemalloc
 import zlib
 
@@ -35,7 +37,8 @@ from tools import fuzz_checkpoint
 FILE = "run/checkpoint.json"
 TAG = "0123456789abcdef"
 WHOLE = {
-    "format": "hyper_parallel checkpoint", "version": 1, "tag": TAG, "block": 4096, "ranks": 8, "library": "another 1.0",
+    "format": "hyper_parallel checkpoint", "version": 1, "tag": TAG, "block": 4096, "ranks": 8,
+    "library": "another 1.0",
     "layouts": [
         {"mesh": [2, 4], "names": ["dp", "tp"], "first": 0, "cuts": [[1], []]},
         {"mesh": [4], "names": None, "ranks": [3, 1, 2, 0], "cuts": [[0]], "sections": {"0": [16, 8, 8]}},
@@ -168,7 +171,7 @@ WRONG = [
     (("layouts", 1, "sections"), {"1": [32]}, r'sections."1": is not a dim that exactly one axis cuts'),
     (("layouts", 1, "sections"), {"00": [32]}, r'sections."00": is not a dim'),
     (("layouts", 1, "sections"), {"0": []}, "expected at least one size"),
-    (("layouts", 1, "sections"), {"0": [16, 8, 9]}, "tensors.qkv.layout: the sections of dim 0 add up to 33, expected 32"),
+    (("layouts", 1, "sections"), {"0": [16, 8, 9]}, "qkv.layout: the sections of dim 0 add up to 33, expected 32"),
     (("layouts", 0), layout(cuts=[[0, 1], []], sections={"0": [8]}), "is not a dim that exactly one axis cuts"),
     (("tensors",), [], "tensors: expected an object"),
     (("tensors", "model.w"), 3, r'tensors."model.w": expected an object, got 3'),
@@ -193,7 +196,7 @@ WRONG = [
     (("tensors", "w@0,4"), tensor(layout=0, replica=0), "end like the key of a chunk"),
     (("tensors", "step"), tensor(layout=0, replica=0), "objects.step: is also the name of a tensor"),
     (("tensors", "\ud800"), tensor(layout=0, replica=0), "lone surrogates"),
-    (("tensors", "part", "chunks"), [[[0, 0], [3, 2]]], r"tensors.part.chunks\[0\]: expected offsets, sizes and a rank"),
+    (("tensors", "part", "chunks"), [[[0, 0], [3, 2]]], r"part.chunks\[0\]: expected offsets, sizes and a rank"),
     (("tensors", "part", "chunks"), [[[0], [3, 2], 0]], r"chunks\[0\]: expected 2 offsets and sizes, got 1 and 2"),
     (("tensors", "part", "chunks"), [[[0, 0], [3, 3], 0]], r"chunks\[0\]: lies outside"),
     (("tensors", "part", "chunks"), [[[0, -1], [3, 3], 0]], r"chunks\[0\]\[0\]\[1\]: expected an int"),
@@ -202,7 +205,7 @@ WRONG = [
     (("tensors", "part", "chunks"), [[[0, 0], [3, 1], 0]] * 2, "chunks: the chunks overlap or do not cover"),
     (("tensors", "part", "chunks"), [[[0, 0], [3, 2], 0]] * 2, "chunks: the chunks overlap or do not cover"),
     (("tensors", "number", "chunks"), [[[], [], 0]] * 2, "chunks: the chunks overlap or do not cover"),
-    (("tensors", "model.tied", "stored_as"), "model.v", "stored_as: expected the name of a tensor that is stored itself"),
+    (("tensors", "model.tied", "stored_as"), "v", "stored_as: expected the name of a tensor that is stored itself"),
     (("tensors", "model.tied", "stored_as"), "model.tied", "stored_as: expected the name of a tensor"),
     (("tensors", "model.tied", "stored_as"), "qkv", "stored_as: float32 of shape"),
     (("objects",), None, 'the field "objects" is missing'),
@@ -219,7 +222,7 @@ WRONG = [
     (("paths", "step"), ["a", None], r"paths.step\[1\]: expected an int"),
     (("paths", "step"), [0, "a"], "paths.step: its path begins with a position"),
     (("paths", "step"), ["model", "w"], "its path is also that of another value, or leads through one"),
-    (("paths", "step"), ["model", "w", "x"], "paths.step: its path is also that of another value, or leads through one"),
+    (("paths", "step"), ["model", "w", "x"], "its path is also that of another value, or leads through one"),
     (("paths", "step"), ["model"], "its path is also that of another value, or leads through one"),
     (("paths", "step"), ["betas", "x"], "its path is also that of another value, or leads through one"),
     (("paths", "step"), ["model", 0], "takes something for a dict that another takes for a list"),
@@ -348,7 +351,7 @@ def test_chunks_of_equal_volume_that_do_not_fill():
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_value_anywhere_is_accepted_or_refused(data):
     """One field of a good file is replaced by any JSON, its checksum being right."""
     holder = made = copy.deepcopy(WHOLE)
@@ -362,33 +365,43 @@ def test_any_value_anywhere_is_accepted_or_refused(data):
         st.none() | st.booleans() | st.integers() | st.integers(0, 8) | st.floats(allow_nan=False, allow_infinity=False)
         | st.text() | st.sampled_from(["$tuple", "model.w", "@x", "int8"]),
         lambda inner: st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["$tuple", "$set", "$dict", "$ndarray", "$bytes", "a", "0"]), inner, max_size=2),
+        | st.dictionaries(st.sampled_from(["$tuple", "$set", "$dict", "$ndarray", "a", "0"]), inner, max_size=2),
         max_leaves=6,
     )  # fmt: skip
     holder[key] = data.draw(anything)
     try:
         found = from_bytes(text_of(made), FILE)
-    except CheckpointError as error:
-        assert str(error).startswith(FILE)
-    else:
-        assert to_bytes(from_bytes(to_bytes(found), FILE)) == to_bytes(found)
+    except CheckpointError:
+        return
+    assert to_bytes(from_bytes(to_bytes(found), FILE)) == to_bytes(found)
 
 
 def test_a_small_part_of_the_fuzzing():
     result = fuzz_checkpoint.run(inputs=4000, seed=0)
     assert result.findings == []
-    for target, counts in result.counts.items():
-        assert counts.accepted > 20, target
-        assert counts.refused > 500, target
+    for target in fuzz_checkpoint.TARGETS:
+        assert result.accepted[target] > 50, target
+        assert result.refused[target] > 1000, target
 
 
 def test_control_the_fuzzer_finds_what_is_wrong(monkeypatch):
-    def careless(data):
-        return json.loads(data[:-22] + b"}")["tensors"]["model.w"]["shape"][0] * 2
+    def careless(data, _):
+        return json.loads(data)["tensors"]
 
-    def greedy(data):
+    def greedy(data, _):
         return bytearray(len(data) * 100 + (2 << 20)) and None
 
-    for target in (careless, greedy):
-        monkeypatch.setattr(fuzz_checkpoint, "TARGETS", {"metadata": (fuzz_checkpoint.metadata_corpus, target)})
-        assert fuzz_checkpoint.run(inputs=200, seed=1).findings
+    def slow(data, _):
+        while True:
+            pass
+
+    monkeypatch.setattr(fuzz_checkpoint, "MOST_SECONDS", 0.01)
+    for read, count, told in (
+        (careless, 200, "metadata: .*Error"),
+        (greedy, 10, "bytes of memory"),
+        (slow, 2, "seconds"),
+    ):
+        target = dataclasses.replace(fuzz_checkpoint.TARGETS["metadata"], read=read)
+        monkeypatch.setattr(fuzz_checkpoint, "TARGETS", {"metadata": target})
+        findings = fuzz_checkpoint.run(inputs=count, seed=1).findings
+        assert re.match(told if told.startswith("metadata") else f".*{told}", findings[0])

@@ -1,2 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed checkpoints: saved on one mesh, loaded on any other; whole or not at all; nothing is unpickled."""
+
+from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, save
+from hyper_parallel.core.distributed_checkpoint.background import AsyncSaveResponse
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from hyper_parallel.core.distributed_checkpoint.manager import CheckpointManager
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from hyper_parallel.core.distributed_checkpoint.report import LoadReport
+from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner, StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank
+from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
+
+__all__ = [
+    "AsyncSaveResponse",
+    "BytesStorageMetadata",
+    "CheckpointError",
+    "CheckpointManager",
+    "ChunkStorageMetadata",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "LoadReport",
+    "Metadata",
+    "MetadataIndex",
+    "ModelState",
+    "OptimizerState",
+    "PerRank",
+    "RandomState",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "StandardLoadPlanner",
+    "StandardSavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+    "async_save",
+    "load",
+    "read_metadata",
+    "save",
+]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunks of a tensor, and who wrote each: told one by one, or computed from the way the tensor lay on a mesh.
 
-    grid = ChunkGrid((8, 6), Cut((2, 4), range(8), ((1,), ())))      dim 0 cut along the axis of 4, copied along that of 2
+    grid = ChunkGrid((8, 6), Cut((2, 4), range(8), ((1,), ())))      dim 0 is cut along the axis of 4 ranks
     len(grid), grid[1], grid.place(1)                                4, rows 2 and 3, rank 1
 
 A grid takes as much memory and time for 65,536 ranks as for 8: nothing in it is listed. Chunks without elements are
@@ -183,7 +183,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class ChunkGrid(Chunks):
-    """The chunks of a tensor that lay on a mesh; of the ranks that have a chunk, ``replica`` is the one that wrote it."""
+    """The chunks of a tensor that lay on a mesh; ``replica`` says which of the ranks that have a chunk wrote it."""
 
     size: tuple[int, ...]
     cut: Cut

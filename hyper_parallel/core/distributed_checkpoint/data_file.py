@@ -26,6 +26,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.header import Entry, build_header, parse_header, read_head
 
 STEP = 64 * BLOCK  # what is written, or read and compared, at a time: it stays in the processor's cache
+UNINTERRUPTED = 2**26  # bytes of the file that compiled code goes over before Python can act on a signal
 SUM = np.dtype("<u4")
 Progress = Callable[[int], None]  # gets the bytes that were moved since the last call
 
@@ -152,7 +153,7 @@ def read_small_file(path: str | Path, most: int = 2**30) -> bytes:
     try:
         if (size := _regular_size(fd, path)) > most:
             raise CheckpointError(f"at most {most} bytes were expected, the file has {size}", file=path)
-        with open(fd, "rb", closefd=False) as file:  # noqa: PTH123 - Path cannot open a descriptor
+        with open(fd, "rb", closefd=False) as file:
             return file.read(most)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
@@ -217,16 +218,15 @@ class DataFile:
         start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
         end = start + _extent(lengths, strides, entry.item_size)
         sums, first, read = self._sums(entry, start // BLOCK, -(-end // BLOCK)) if verify else (None, 0, 0)
-        box = _Box(self, entry, sums, first)
-        return read + (box.read if checksum.fast is None else box.read_compiled)(start, strides, out)
+        return read + _Chunk(self, entry, sums, first).read(start, strides, out)
 
     def verify(self, entry: Entry, progress: Progress | None = None) -> None:
         """Compares a whole chunk with its sums."""
         sums, first, _ = self._sums(entry, 0, entry.blocks)
-        box, buffer = _Box(self, entry, sums, first), np.empty(min(STEP, entry.nbytes), np.uint8)
+        chunk, buffer = _Chunk(self, entry, sums, first), np.empty(min(STEP, entry.nbytes), np.uint8)
         for at in range(0, entry.nbytes, STEP):
             part = buffer[: entry.nbytes - at]
-            box.take(at, part)
+            chunk.take(at, part)
             if progress is not None:
                 progress(part.nbytes)
 
@@ -268,13 +268,26 @@ class DataFile:
         return sums, first, stored.nbytes
 
 
-class _Box:
+class _Chunk:
     """Reads from one chunk of an open file and compares blocks with sums, which begin with that of block ``first``."""
 
     def __init__(self, file: DataFile, entry: Entry, sums: NDArray[np.uint32] | None, first: int) -> None:
         self._file, self._entry, self._sums, self._first = file, entry, sums, first
 
-    def read_compiled(self, start: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:
+    def read(self, start: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:
+        """Fills an array from ``start`` on; halves it until a half can be read at once."""
+        extent = _extent(out.shape, strides, out.itemsize)
+        if checksum.fast is not None and extent <= UNINTERRUPTED:
+            return self._read_compiled(start, strides, out)
+        if checksum.fast is None and extent <= STEP and _widest_gap(out, strides) <= BLOCK:
+            return self._read_at_once(start, extent, strides, out)
+        dim = next(dim for dim, length in enumerate(out.shape) if length > 1)
+        half = out.shape[dim] // 2
+        before = (slice(None),) * dim
+        read = self.read(start, strides, out[(*before, slice(None, half))])
+        return read + self.read(start + half * strides[dim], strides, out[(*before, slice(half, None))])
+
+    def _read_compiled(self, start: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:
         entry, file = self._entry, self._file
         try:
             read, damaged = checksum.fast.read_box(
@@ -288,18 +301,8 @@ class _Box:
             raise file.damaged(entry, damaged)
         return int(read)
 
-    def read(self, start: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:
-        """The same in Python: a box that is small, and dense enough to be read as one, is; another one is halved."""
-        extent = _extent(out.shape, strides, out.itemsize)
-        if extent <= STEP and _widest_gap(out, strides) <= BLOCK:
-            return self._read_at_once(start, extent, strides, out)
-        dim = next(dim for dim, length in enumerate(out.shape) if length > 1)
-        half = out.shape[dim] // 2
-        before = (slice(None),) * dim
-        read = self.read(start, strides, out[(*before, slice(None, half))])
-        return read + self.read(start + half * strides[dim], strides, out[(*before, slice(half, None))])
-
     def _read_at_once(self, start: int, extent: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:
+        # In Python: all from the first to the last byte, which must be little and have no wide gaps.
         begin, end = start, start + extent
         if self._sums is not None:
             begin, end = begin // BLOCK * BLOCK, min(-(-end // BLOCK) * BLOCK, self._entry.nbytes)

@@ -78,7 +78,9 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
     """The entry of a tensor; a plain one is whole on every rank."""
     dtype, size = dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype not in ITEM_SIZES:
-        raise CheckpointError(f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}", field=name)
+        raise CheckpointError(
+            f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}", field=name
+        )
     if get_platform().is_meta(get_platform().get_param_local_data(tensor)):
         raise CheckpointError("the tensor is on the meta device and has no data; initialise it first", field=name)
     layout = getattr(tensor, "layout", None)
@@ -97,7 +99,11 @@ def cut_of(layout: Layout) -> Cut:
     span = range(ranks[0], ranks[0] + len(ranks))
     sections = {p.dim: p.sections for p in layout.fused.values()}
     return Cut(
-        layout.mesh_shape, span if ranks == tuple(span) else ranks, layout.dim_axes, sections, layout.mesh.mesh_dim_names
+        layout.mesh_shape,
+        span if ranks == tuple(span) else ranks,
+        layout.dim_axes,
+        sections,
+        layout.mesh.mesh_dim_names,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of a checkpoint that cannot be written, found, trusted or understood: which file, which field, what to do."""
+"""The error of a checkpoint that cannot be written, found, trusted or understood: which file, which field, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class CheckpointError(RuntimeError):
         return (_remade, (type(self), str(self), self.message, self.file, self.field))
 
 
-def _remade(cls: type[CheckpointError], text: str, message: str, file: str | None, field: str | None) -> CheckpointError:
+def _remade(
+    cls: type[CheckpointError], text: str, message: str, file: str | None, field: str | None
+) -> CheckpointError:
     made = cls(text)
     made.message, made.file, made.field = message, file, field
     return made

@@ -20,10 +20,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.core.distributed_checkpoint import data_file, format
+from hyper_parallel.core.distributed_checkpoint import data_file
 from hyper_parallel.core.distributed_checkpoint.chunks import Place
 from hyper_parallel.core.distributed_checkpoint.data_file import DataFile, Piece, open_data_file, write_data_file
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.format import (
+    METADATA_FILE,
+    MOST_BYTES,
+    Stored,
+    data_file_name,
+    from_bytes,
+    key_of,
+    to_bytes,
+)
 from hyper_parallel.core.distributed_checkpoint.header import PARTS, Entry
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -78,7 +87,7 @@ class FileSystemWriter(StorageWriter):
             self._folder = Path(checkpoint_id)
         self._own = None
 
-    def configure_writer(self, is_coordinator: bool) -> None:
+    def configure_writer(self, is_coordinator: bool) -> None:  # noqa: ARG002 - all see the same folder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -89,21 +98,21 @@ class FileSystemWriter(StorageWriter):
         self._allow_pickle = getattr(planner, "allow_pickle", False)
         tensors = [item for item in plan.items if item.type is WriteItemType.TENSOR]
         if tensors:
-            self._own = self.folder / format.data_file_name(self._run.token, self._run.rank)
+            self._own = self.folder / data_file_name(self._run.token, self._run.rank)
             pieces = [_piece(item, planner) for item in tensors]
-            write_data_file(
-                self._own, pieces, tag=self._run.token, rank=self._run.rank, progress=self._progress
-            )
+            write_data_file(self._own, pieces, tag=self._run.token, rank=self._run.rank, progress=self._progress)
         written = [WriteResult(item.index, item.tensor_storage_size() or 0) for item in tensors]
         objects = (item for item in plan.items if item.type is WriteItemType.BYTE_IO)
         return written + [WriteResult(item.index, 0, planner.get_data(item)) for item in objects]
 
     def finalize_checkpoint(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
         found = {result.index.fqn: result.storage_data for each in results for result in each}
-        objects = {n: found[n] for n, m in metadata.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)}
-        stored = format.Stored(self._run.token, self._run.ranks, objects, f"hyper_parallel {version('hyper_parallel')}")
+        objects = {
+            n: found[n] for n, m in metadata.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)
+        }
+        stored = Stored(self._run.token, self._run.ranks, objects, f"hyper_parallel {version('hyper_parallel')}")
         whole = Metadata(metadata.state_dict_metadata, metadata.planner_data, stored, metadata.version)
-        self._write_metadata(format.to_bytes(whole, allow_pickle=self._allow_pickle))
+        self._write_metadata(to_bytes(whole, allow_pickle=self._allow_pickle))
         remove_leftovers(self.folder, self._run.token)
         return whole
 
@@ -112,7 +121,7 @@ class FileSystemWriter(StorageWriter):
             self._own.unlink(missing_ok=True)
 
     def _write_metadata(self, text: bytes) -> None:
-        target = self.folder / format.METADATA_FILE
+        target = self.folder / METADATA_FILE
         growing = target.with_name(f"{target.name}.{self._run.token}.tmp")
         try:
             with growing.open("xb") as file:
@@ -137,7 +146,7 @@ def remove_leftovers(folder: Path, tag: str) -> list[str]:
     removed = []
     for path in sorted(folder.iterdir()):
         named = _OURS.fullmatch(path.name)
-        if named is None or path.name == format.METADATA_FILE:
+        if named is None or path.name == METADATA_FILE:
             continue
         if named["tag"] != tag or path.suffix == ".tmp":
             path.unlink(missing_ok=True)
@@ -150,7 +159,7 @@ def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
     assert item.tensor_data is not None
     chunk, size = item.tensor_data["chunk"], item.tensor_data["size"]
     dtype = dtype_name(item.tensor_data["properties"].dtype)
-    return Piece(format.key_of(item.index.fqn, chunk, size), dtype, chunk.sizes, lambda: bytes_of(planner.get_data(item)))
+    return Piece(key_of(item.index.fqn, chunk, size), dtype, chunk.sizes, lambda: bytes_of(planner.get_data(item)))
 
 
 def bytes_of(tensor: Any) -> NDArray[np.uint8]:
@@ -192,18 +201,18 @@ class FileSystemReader(StorageReader):
         self.bytes_read = 0
 
     def load_metadata(self) -> Metadata:
-        file = self.folder / format.METADATA_FILE
+        file = self.folder / METADATA_FILE
         try:
-            data = data_file.read_small_file(file, format.MOST_BYTES)
+            data = data_file.read_small_file(file, MOST_BYTES)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 torn = self.folder.is_dir() and any(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
                 why = "a save into it did not come to its end" if torn else "nothing was saved there"
                 raise CheckpointError(f"there is no whole checkpoint here: {why}", file=file) from error
             raise
-        return format.from_bytes(data, file, allow_pickle=self._allow_pickle)
+        return from_bytes(data, file, allow_pickle=self._allow_pickle)
 
-    def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: ARG002 - the protocol's
         self._metadata = metadata
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -220,7 +229,9 @@ class FileSystemReader(StorageReader):
                     opened[place] = file
             for place, items in files.items():
                 with ExitStack() as brief:
-                    self._read(opened[place] if place in opened else brief.enter_context(self.open(place)), items, planner)
+                    self._read(
+                        opened[place] if place in opened else brief.enter_context(self.open(place)), items, planner
+                    )
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
@@ -229,7 +240,7 @@ class FileSystemReader(StorageReader):
         """The data file of a place."""
         assert isinstance(place, int)
         tag = self._known().storage_data.tag
-        return open_data_file(self.folder / format.data_file_name(tag, place), tag=tag, rank=place)
+        return open_data_file(self.folder / data_file_name(tag, place), tag=tag, rank=place)
 
     def entry(self, file: DataFile, name: str, chunk: ChunkStorageMetadata) -> Entry:
         """Where a chunk is in its file; a CheckpointError if it is not there as the metadata says."""
@@ -237,7 +248,7 @@ class FileSystemReader(StorageReader):
         dtype, sizes = dtype_name(stored.properties.dtype), tuple(chunk.sizes)
         if file.is_ours and dtype in PARTS:
             dtype, sizes = PARTS[dtype], (*sizes, 2)
-        key = format.key_of(name, chunk, stored.size)
+        key = key_of(name, chunk, stored.size)
         found = file.header.entries.get(key)
         if found is None:
             raise CheckpointError("the file does not have this chunk", file=file.path, field=key)

@@ -65,10 +65,9 @@ class StandardLoadPlanner(LoadPlanner):
         """What is, or would be, loaded."""
         unknown = [name for name in self._saved if name not in self._leaves]
         skipped = {name for name in unknown if self._is_elsewhere(name)}
-        found = {kind: tuple(names) for kind, names in self._found.items()}
-        return LoadReport(
-            **found, skipped=tuple(sorted(skipped)), unexpected=tuple(n for n in unknown if n not in skipped), bytes=self._bytes
-        )
+        found: dict[str, Any] = {kind: tuple(names) for kind, names in self._found.items()}
+        unexpected = tuple(name for name in unknown if name not in skipped)
+        return LoadReport(**found, skipped=tuple(sorted(skipped)), unexpected=unexpected, bytes=self._bytes)
 
     def check(self, *, strict: bool) -> None:
         """A CheckpointError if names are missing, or, when strict, if there are some that nobody asked for."""
@@ -92,7 +91,9 @@ class StandardLoadPlanner(LoadPlanner):
         saved = self._saved[name]
         value, _ = unwrapped(leaf.value)
         if get_platform().is_tensor(value) != isinstance(saved, TensorStorageMetadata):
-            have, want = ("a tensor", "an object") if isinstance(saved, TensorStorageMetadata) else ("an object", "a tensor")
+            have, want = (
+                ("a tensor", "an object") if isinstance(saved, TensorStorageMetadata) else ("an object", "a tensor")
+            )
             raise CheckpointError(f"the checkpoint has {have}, the state dict {want}", field=name)
         if not isinstance(saved, TensorStorageMetadata):
             self._found["loaded"].append(name)

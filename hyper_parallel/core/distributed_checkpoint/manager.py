@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hyper_parallel.core.distributed_checkpoint import api
+from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, save
 from hyper_parallel.core.distributed_checkpoint.data_file import sync_folder
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
@@ -81,9 +81,9 @@ class CheckpointManager:
         whole = {**state, _OWN_KEY: {"step": step, "metrics": numbers}}
         target = self._path(step)
         if self.asynchronous:
-            self._running = step, api.async_save(whole, checkpoint_id=target)
+            self._running = step, async_save(whole, checkpoint_id=target)
         else:
-            api.save(whole, checkpoint_id=target)
+            save(whole, checkpoint_id=target)
             _on_first_rank(lambda: self._remove_surplus(step))
         return target
 
@@ -121,7 +121,7 @@ class CheckpointManager:
         """
         self.wait()
         chosen = _on_first_rank(lambda: self._readable() if step is None else self._existing(step))
-        return None if chosen is None else api.load(state, checkpoint_id=chosen)
+        return None if chosen is None else load(state, checkpoint_id=chosen)
 
     # --- on the first rank
 
@@ -144,7 +144,7 @@ class CheckpointManager:
         steps = self._whole()
         for step in reversed(steps):
             try:
-                api.read_metadata(self._path(step))
+                read_metadata(self._path(step))
             except CheckpointError as error:
                 warnings.warn(f"CheckpointManager.load: step {step} is passed over: {error}", stacklevel=2)
             else:
@@ -171,7 +171,7 @@ class CheckpointManager:
         if step not in self._scores:
             self._scores[step] = None
             with suppress(CheckpointError):
-                objects = api.read_metadata(self._path(step)).storage_data.objects
+                objects = read_metadata(self._path(step)).storage_data.objects
                 score = objects.get(f"{_OWN_KEY}.metrics.{self.metric}")
                 self._scores[step] = None if score is None or math.isnan(score) else score
         return self._scores[step]
@@ -238,7 +238,7 @@ def _clean(path: Path) -> None:
     strange = [file for file in files if _is_temporary(file)]
     if len({tag for tag, _ in data}) > 1:
         with suppress(CheckpointError):  # where the metadata cannot be read, nobody knows whose data it is
-            own = api.read_metadata(path).storage_data.tag
+            own = read_metadata(path).storage_data.tag
             strange += [file for tag, file in data if tag != own]
     for file in strange:
         file.unlink(missing_ok=True)

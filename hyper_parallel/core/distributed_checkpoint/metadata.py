@@ -80,7 +80,9 @@ class MetadataIndex:
         object.__setattr__(self, "offset", tuple(self.offset))
 
 
-Path = tuple[Any, ...]  # the steps to a value in a nested state dict: a key, a position in a list, or (5,) for the key 5
+Path = tuple[
+    Any, ...
+]  # the steps to a value in a nested state dict: a key, a position in a list, or (5,) for the key 5
 
 
 @dataclass(frozen=True)

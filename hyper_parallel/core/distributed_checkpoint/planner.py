@@ -53,7 +53,8 @@ class WriteItem:
         """The bytes of the chunk; None for an object."""
         if self.tensor_data is None:
             return None
-        return math.prod(self.tensor_data["chunk"].sizes) * ITEM_SIZES[dtype_name(self.tensor_data["properties"].dtype)]
+        itemsize = ITEM_SIZES[dtype_name(self.tensor_data["properties"].dtype)]
+        return int(math.prod(self.tensor_data["chunk"].sizes)) * itemsize
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planners that `save` and `load` use: any layout to any layout, each rank by itself where the layouts say it all.
 
-    planner = StandardSavePlanner()
-    planner.configure_planner(state_dict, rank=3, world_size=8)
-    plan, metadata = planner.plan_alone()       if planner.fingerprint() is the same on all ranks; otherwise
-    plans, metadata = planner.build_global_plan(all_plans)
+planner = StandardSavePlanner()
+planner.configure_planner(state_dict, rank=3, world_size=8)
+plan, metadata = planner.plan_alone()       if planner.fingerprint() is the same on all ranks; otherwise
+plans, metadata = planner.build_global_plan(all_plans)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MOST_PLANS = 16
 class StandardSavePlanner(SavePlanner):
     """Writes every chunk once, spread by bytes over the ranks that have it.
 
-    ``remove_redundancy=False`` has every rank write all that it has; ``save_to_minimum_rank=True`` has the lowest of the
-    ranks that have a chunk write it. ``allow_pickle=True`` stores objects that JSON cannot hold by pickle.
+    ``remove_redundancy=False`` has every rank write all that it has; ``save_to_minimum_rank=True`` has the lowest of
+    the ranks that have a chunk write it. ``allow_pickle=True`` stores objects that JSON cannot hold by pickle.
     """
 
     def __init__(

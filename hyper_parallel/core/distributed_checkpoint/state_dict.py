@@ -50,7 +50,7 @@ class Leaf:
     holder: Any  # the dict or list that has it
 
 
-def state_of(path: Path, value: Any) -> Any:
+def state_of(_path: Path, value: Any) -> Any:
     """The state of a value that gives it."""
     return value.state_dict()
 
@@ -113,9 +113,7 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _leaves(
-    holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]
-) -> Iterator[Leaf]:
+def _leaves(holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]) -> Iterator[Leaf]:
     if id(holder) in above:
         raise CheckpointError("the state dict contains itself", field=dotted(path))
     above |= {id(holder)}
@@ -136,7 +134,7 @@ def _step(holder: Any, key: Any, path: Path) -> Any:
     if type(key) is int:
         return (key,)
     raise CheckpointError(
-        f"keys must be strings or ints, got {type(key).__name__} {key!r}; a dict without tensors can be wrapped in a tuple",
+        f"keys must be strings or ints, got {type(key).__name__} {key!r}; wrap a dict without tensors in a tuple",
         field=dotted(path) or None,
     )
 
@@ -149,4 +147,3 @@ def _is_entered(value: Any) -> bool:
     if isinstance(value, tuple) and any(get_platform().is_tensor(item) for item in value):
         raise CheckpointError(f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}")
     return False
-

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class SaveRun:
-    """What a writer finds in ``plan.storage_data``: a token of 16 hexadecimal digits, new for every save, and who it is."""
+    """What a writer finds in ``plan.storage_data``: 16 hexadecimal digits, new for every save, and who it is."""
 
     token: str
     rank: int = 0
@@ -31,7 +30,7 @@ class SaveRun:
 
 
 class StorageWriter(ABC):
-    """Writes one checkpoint after the other; a checkpoint appears when `finalize_checkpoint` returns, and not before."""
+    """Writes checkpoints; each appears when `finalize_checkpoint` returns, and not before."""
 
     @abstractmethod
     def initialize_writer(self, checkpoint_id: Any) -> None:
@@ -55,9 +54,9 @@ class StorageWriter(ABC):
 
     @abstractmethod
     def finalize_checkpoint(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
-        """On the coordinator, when all ranks have written: makes the checkpoint whole. ``results`` has a list a rank."""
+        """On the coordinator, when all have written: makes the checkpoint whole. ``results`` has a list a rank."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027 - a storage need not have anything to remove
         """On every rank, when some rank failed: removes what was written."""
 
 
@@ -72,7 +71,7 @@ class StorageReader(ABC):
     def load_metadata(self) -> Metadata:
         """All of the checkpoint but its data."""
 
-    def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: B027 - nothing to prepare
         """Called on every rank before anything is planned."""
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:

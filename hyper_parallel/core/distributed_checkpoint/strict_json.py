@@ -99,14 +99,14 @@ def quoted(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """What a JSON value is, for an error."""
+    """What a JSON value is, or what was made of it, for an error."""
     if isinstance(value, str):
         return quoted(value)
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**100:
+    if type(value) is int and abs(value) >= 2**100:
         return "a very large int"  # whose digits Python may refuse to write
-    return shortened(json.dumps(value))
+    return json.dumps(value) if value is None or type(value) in (bool, int, float) else type(value).__name__
 
 
 @dataclass(frozen=True, slots=True)

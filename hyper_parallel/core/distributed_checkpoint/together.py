@@ -121,8 +121,8 @@ def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
     have, need = sum(map(_volume, boxes)), _volume(tuple((0, size) for size in entry.size))
     if have != need:
         raise CheckpointError(
-            f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every rank "
-            "of its mesh must take part, and all must cut it alike",
+            f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
+            "rank of its mesh must take part, and all must cut it alike",
             field=name,
         )
 
@@ -134,8 +134,8 @@ def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
             before = first.setdefault(name, held)
             if before.texts[name] != text:
                 raise CheckpointError(
-                    f"rank {before.rank} has {before.texts[name]:.60} and rank {held.rank} has {text:.60}: objects must be "
-                    "the same on all ranks; wrap what each rank has its own of in PerRank",
+                    f"rank {before.rank} has {before.texts[name]:.60}, rank {held.rank} has {text:.60}: objects must "
+                    "be the same on all ranks; wrap what each rank has its own of in PerRank",
                     field=name,
                 )
     for name, held in first.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving beside the training: the caller waits for a copy in host memory, a thread writes it.
 
-    response = async_save(state, checkpoint_id="runs/a/step-100")
-    ...                                       training goes on, and may change what is being saved
-    response.result()                         waits, and raises what went wrong; so does the next save
+response = async_save(state, checkpoint_id="runs/a/step-100")
+...                                       training goes on, and may change what is being saved
+response.result()                         waits, and raises what went wrong; so does the next save
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
-from hyper_parallel.core.distributed_checkpoint.api import CheckpointId, Prepared, prepare
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from hyper_parallel.core.distributed_checkpoint.storage import StorageWriter
+from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform import get_platform
 
 
@@ -31,7 +30,7 @@ class AsyncSaveResponse:
 
     def result(self, timeout: float | None = None) -> Metadata:
         """What the checkpoint holds, when it is whole; raises what went wrong."""
-        _QUEUE.told(self)
+        QUEUE.told(self)
         return self.future.result(timeout)
 
     def done(self) -> bool:
@@ -39,30 +38,7 @@ class AsyncSaveResponse:
         return self.future.done()
 
 
-def async_save(
-    state_dict: Mapping[str, Any],
-    *,
-    checkpoint_id: CheckpointId = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    no_dist: bool = False,
-    when_busy: str = "queue",
-) -> AsyncSaveResponse:
-    """Copies the state to host memory, and writes it while the caller goes on.
-
-    An earlier save that failed without anyone asking raises here. While one is being written another is queued, with a
-    copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
-    """
-    if when_busy not in ("queue", "refuse"):
-        raise ValueError(f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}")
-    ranks = Ranks(alone=no_dist)
-    ranks.together(lambda: _QUEUE.check(refuses=when_busy == "refuse"))
-    prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks)
-    staged = ranks.together(lambda: _Staged(prepared.plan, prepared.planner))
-    return _QUEUE.add(replace(prepared, planner=staged), staged, ranks)
-
-
-class _Staged(SavePlanner):
+class Staged(SavePlanner):
     """A plan's data, copied. Copies are kept for the next save of the same chunks."""
 
     _spare: dict[Any, list[Any]] = {}  # noqa: RUF012 - shared on purpose: memory outlives a save
@@ -89,7 +65,7 @@ class _Staged(SavePlanner):
         """Gives the memory to the next save."""
         with self._lock:
             kept = {key: [copy] for key, copy in self._copies.values()}
-            _Staged._spare = kept  # what other saves had is let go
+            Staged._spare = kept  # what other saves had is let go
             self._copies = {}
 
     def get_data(self, item: WriteItem) -> Any:
@@ -101,7 +77,7 @@ class _Staged(SavePlanner):
     def build_local_plan(self) -> SavePlan:
         raise AssertionError("the plan is made before the copy")
 
-    def build_global_plan(self, all_plans: Any) -> Any:
+    def build_global_plan(self, all_plans: Any) -> Any:  # noqa: ARG002 - the protocol's
         raise AssertionError("the plan is made before the copy")
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
@@ -116,7 +92,7 @@ class _Queue:
         self._waiting: list[AsyncSaveResponse] = []
         self._ranks: Ranks | None = None
 
-    def add(self, prepared: Prepared, staged: _Staged, ranks: Ranks) -> AsyncSaveResponse:
+    def add(self, prepared: Prepared, staged: Staged, ranks: Ranks) -> AsyncSaveResponse:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hyper_parallel-save")
         if ranks.world_size > 1 and self._ranks is None:
@@ -137,6 +113,12 @@ class _Queue:
         if running and refuses:
             raise CheckpointError(f"{len(running)} earlier saves are still being written; wait for result(), or queue")
 
+    def drain(self) -> None:
+        """Waits for earlier saves, and raises what went wrong with them."""
+        for response in self._waiting:
+            response.future.exception()  # waits
+        self.check(refuses=False)
+
     def told(self, response: AsyncSaveResponse) -> None:
         """Somebody asks for this one himself."""
         self._waiting = [other for other in self._waiting if other is not response]
@@ -145,11 +127,11 @@ class _Queue:
         self._ranks = None
 
 
-def _write(prepared: Prepared, staged: _Staged, ranks: Ranks) -> Metadata:
+def _write(prepared: Prepared, staged: Staged, ranks: Ranks) -> Metadata:
     try:
         return prepared.write(ranks)
     finally:
         staged.release()
 
 
-_QUEUE = _Queue()
+QUEUE = _Queue()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a save: look, agree, plan, write, make whole. Every step succeeds on all ranks or fails on all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter, new_tag
+from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
+from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageWriter, WriteResult
+
+CheckpointId = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A save of which all is known and nothing written."""
+
+    plan: SavePlan
+    planner: SavePlanner
+    writer: StorageWriter
+    metadata: Metadata
+    is_alike: bool  # all ranks have the same names in the same layouts, so the coordinator knows all objects
+
+    def write(self, ranks: Ranks) -> Metadata:
+        """Writes it, on all ranks; when this returns the checkpoint is whole."""
+        results = ranks.together(lambda: self.writer.execute_write(self.plan, self.planner), self.writer.abandon)
+        everyone = [results] if self.is_alike else ranks.gather(results)
+        return ranks.together(lambda: self._finalized(everyone, ranks))
+
+    def _finalized(self, results: list[list[WriteResult]], ranks: Ranks) -> Metadata:
+        return self.writer.finalize_checkpoint(self.metadata, results) if ranks.is_coordinator else self.metadata
+
+
+def prepare(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: CheckpointId,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    ranks: Ranks,
+) -> Prepared:
+    """Plans a save: each rank by itself if they all have the same, else from what they tell each other."""
+    if storage_writer is None and checkpoint_id is None:
+        raise ValueError("save: expected checkpoint_id (a folder) or storage_writer, got neither")
+    writer = storage_writer if storage_writer is not None else FileSystemWriter()
+    chosen = planner if planner is not None else StandardSavePlanner()
+
+    def look() -> bytes | None:
+        writer.initialize_writer(checkpoint_id)
+        writer.configure_writer(ranks.is_coordinator)
+        options = {"rank": ranks.rank, "world_size": ranks.world_size, "is_coordinator": ranks.is_coordinator}
+        chosen.configure_planner(state_dict, gather=ranks.gather, **options)
+        return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else None
+
+    fingerprint = ranks.together(look)
+    is_alike, token = ranks.agree(fingerprint or bytes(16), new_tag())
+    if isinstance(chosen, StandardSavePlanner) and is_alike:
+        plan, metadata = chosen.plan_alone()
+    else:
+        plan, metadata = _plan_together(writer, chosen, ranks)
+        is_alike = False
+    return Prepared(
+        replace(plan, storage_data=SaveRun(token, ranks.rank, ranks.world_size)), chosen, writer, metadata, is_alike
+    )
+
+
+def _plan_together(writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> tuple[SavePlan, Metadata]:
+    if ranks.is_silent and ranks.world_size > 1:
+        raise CheckpointError("use_collectives=False needs a planner that plans alone, and the same names on all ranks")
+    local = ranks.together(lambda: writer.optimize_local_plan(planner.build_local_plan()))
+    everyone = ranks.gather(local)
+    plans, metadata = ranks.together(lambda: planner.build_global_plan(everyone))
+    return planner.finalize_plan(writer.optimize_global_plan(plans)[ranks.rank]), metadata
