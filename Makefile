@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 
-.PHONY: help demo tour test check format docs operators bench clean
+.PHONY: help demo tour test check format docs operators bench fuzz kills clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -13,7 +13,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c) | $(BIN)/python
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,demo,models]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,cli,demo,models]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -51,6 +51,12 @@ bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/redistribution.py
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/tensor_parallel.py
+
+fuzz: $(STAMP)  ## feeds a million damaged and forged files to what reads checkpoints: about ten minutes
+	$(BIN)/python tools/fuzz_checkpoint.py --inputs 1000000
+
+kills: $(STAMP)  ## kills ranks while they save and looks at what is left: about five minutes
+	$(BIN)/python tools/kill_saves.py --kills 240
 
 clean:  ## removes everything that was made
 	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,8 +4,8 @@
     python tools/fuzz_checkpoint.py --inputs 1000000 --seed 0
 
 Good files are changed byte by byte and field by field; most of them then get the right checksum, so that what stands
-behind the checksums is reached. Any other error, more than two seconds for one input, or memory above 64 times the input
-and 1 MiB is a finding, which is printed with the line that repeats it.
+behind the checksums is reached. Any other error, more than two seconds for one input, or memory above 64 times the
+input and 1 MiB is a finding, which is printed with the line that repeats it.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ NUMBERS = (
     0, 1, -1, 2, 3, 255, 4096, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**999,
 )  # fmt: skip
 VALUES = (
-    *NUMBERS, None, True, False, 0.0, 1.0, -0.5, 1e308, "", "a", "0", "@a", "w@0", "\ud800", "../..", "nan", "AAAA", "int8",
-    [], {}, [[]], [0], [1, 2], [[0], [1], 0], {"a": 1}, {"$tuple": []}, {"$set": [1, 1]}, {"$pickle": "AAAA"},
+    *NUMBERS, None, True, False, 0.0, 1.0, -0.5, 1e308, "", "a", "0", "@a", "w@0", "\ud800", "../..", "nan", "AAAA",
+    "int8", [], {}, [[]], [0], [1, 2], [[0], [1], 0], {"a": 1}, {"$tuple": []}, {"$set": [1, 1]}, {"$pickle": "AAAA"},
     {"$dict": [[[], 1]]}, {"$bytes": "="}, {"$complex": [1, 2]}, {"$dtype": "bool"},
     {"$ndarray": {"dtype": "int8", "shape": [2**40], "data": ""}},
 )  # fmt: skip

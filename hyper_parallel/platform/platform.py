@@ -588,6 +588,10 @@ class Platform(ABC):
         """A number that changes when the tensor is changed in place; None where nobody counts."""
 
     @abstractmethod
+    def note_change(self, tensor: Any) -> None:
+        """Counts a change of the elements that the framework could not see, so that `version_of` is another."""
+
+    @abstractmethod
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
         """A mapping that lives as long as the tensor and does not keep it alive; for tensors made from it."""
 

@@ -310,3 +310,15 @@ def test_bad_clipping(platform):
         platform.clip_grad_norm_(params, 1, 0)
     with pytest.raises(TypeError, match="found str in it"):
         platform.clip_grad_norm_("ab", 1)
+
+
+def test_parts_of_an_optimizer(platform):
+    layer = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD([{"params": [layer.bias], "lr": 0.5}, {"params": [layer.weight]}], 0.1, momentum=0.9)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    groups, state = platform.optimizer_parts(optimizer)
+    assert [(group["params"], group["lr"]) for group in groups] == [([layer.bias], 0.5), ([layer.weight], 0.1)]
+    assert torch.equal(state[layer.weight]["momentum_buffer"], layer.weight.grad)
+    groups[0]["lr"] = 0.25
+    assert optimizer.param_groups[0]["lr"] == 0.25

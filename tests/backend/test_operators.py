@@ -76,7 +76,10 @@ def test_what_is_recorded_and_what_was_changed():
         before = platform.version_of(x)
         x.add_(1)
     assert platform.version_of(x) == before + 1
+    platform.note_change(x)
+    assert platform.version_of(x) == before + 2
     with torch.inference_mode():
+        platform.note_change(torch.ones(2))
         assert platform.version_of(torch.ones(2)) is None
 
 

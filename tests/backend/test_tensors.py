@@ -233,6 +233,18 @@ def test_seeds_and_generator_states(platform):
     assert torch.equal(torch.rand(3), first)
 
 
+def test_states_of_all_generators(platform):
+    states = platform.get_rng_states()
+    assert states.keys() == {"cpu", platform.device_type()}
+    assert all(state.dtype == torch.uint8 and state.device.type == "cpu" for state in states.values())
+    first = torch.rand(3)
+    after = torch.get_rng_state()
+    platform.set_rng_states({})
+    assert torch.equal(torch.get_rng_state(), after)
+    platform.set_rng_states(states)
+    assert torch.equal(torch.rand(3), first)
+
+
 def test_devices(platform):
     kind = platform.device_type()
     assert kind == (torch.accelerator.current_accelerator() or torch.device("cpu")).type

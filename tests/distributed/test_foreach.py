@@ -229,6 +229,19 @@ def test_steps_are_counted_in_the_tensors_of_the_optimizer():
 
 
 @on_ranks(4)
+def test_what_was_gathered_before_a_fused_step_is_gathered_again():
+    params = [nn.Parameter(distribute_tensor(draw(5, 6), mesh_of(4), [S0]))]
+    optimizer = trained(params, torch.optim.AdamW, {"fused": True}, steps=1)
+    moment, values = optimizer.state[params[0]]["exp_avg"], params[0].detach()
+    before = moment.full_tensor().clone(), values.full_tensor().clone()
+    losses(params).backward()
+    optimizer.step()
+    for tensor, old in zip((moment, values), before, strict=True):
+        assert torch.equal(tensor.layout.part_of(tensor.full_tensor()), tensor.to_local())
+        assert not torch.equal(tensor.full_tensor(), old)
+
+
+@on_ranks(4)
 def test_a_fused_step_of_what_lies_differently_is_told():
     mesh = mesh_of(4)
     _, ours = lists(4, mesh, LAYOUTS["different"])

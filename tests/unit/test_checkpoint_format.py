@@ -380,7 +380,7 @@ def test_a_small_part_of_the_fuzzing():
     result = fuzz_checkpoint.run(inputs=4000, seed=0)
     assert result.findings == []
     for target in fuzz_checkpoint.TARGETS:
-        assert result.accepted[target] > 50, target
+        assert result.accepted[target] > 20, target
         assert result.refused[target] > 1000, target
 
 

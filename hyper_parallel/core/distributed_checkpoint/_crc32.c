@@ -44,6 +44,7 @@ static uint32_t by_table(uint32_t sum, const uint8_t *data, size_t size) {
 }
 
 typedef uint32_t (*Update)(uint32_t sum, const uint8_t *data, size_t size);
+typedef uint32_t (*Carry)(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to);
 static Update update = by_table;
 static struct { const char *name; Update update; } ways[3]; /* that this processor has, the best one last */
 static int way_count;
@@ -52,6 +53,14 @@ static void offer(const char *name, Update with) {
     ways[way_count].name = name, ways[way_count++].update = with;
     update = with;
 }
+
+/* The sum of bytes that are copied at the same time. */
+static uint32_t carry_by_copy(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to) {
+    memcpy(to, data, size);
+    return update(sum, data, size);
+}
+
+static Carry carry = carry_by_copy;
 
 /* --- x86: multiplication of polynomials
  *
@@ -82,7 +91,7 @@ static void fill_factors(void) {
 #define WITH_MULTIPLICATION __attribute__((target("pclmul,sse4.1")))
 #define WITH_WIDE_MULTIPLICATION __attribute__((target("vpclmulqdq,pclmul,avx2")))
 
-/* Inlined, so that no function mixes the old and the new encoding of instructions, which is slow. */
+/* Inlined, so that each caller has them in its own encoding of instructions. */
 WITH_MULTIPLICATION INLINED __m128i folded(__m128i lane, __m128i by, __m128i onto) {
     __m128i a = _mm_clmulepi64_si128(lane, by, 0x00), b = _mm_clmulepi64_si128(lane, by, 0x11);
     return _mm_xor_si128(_mm_xor_si128(a, b), onto);
@@ -131,13 +140,37 @@ WITH_WIDE_MULTIPLICATION static uint32_t by_wide_multiplication(uint32_t sum, co
     return by_table(sum_of_lanes((__m128i *)pairs), data, size);
 }
 
+/* The same for bytes that go elsewhere, past the cache, which has better things to hold: the sum costs next to nothing,
+ * as the processor would only wait for memory. */
+WITH_WIDE_MULTIPLICATION static uint32_t carry_past_cache(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to) {
+    if (size % STRIDE || (uintptr_t)to % 32) return carry_by_copy(sum, data, size, to);
+    __m256i by = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)factors[LANES])), pairs[LANES / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+        pairs[i] = _mm256_loadu_si256((const __m256i *)data + i);
+        _mm256_stream_si256((__m256i *)to + i, pairs[i]);
+    }
+    pairs[0] = _mm256_xor_si256(pairs[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)sum)));
+    for (size_t at = STRIDE; at < size; at += STRIDE)
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            __m256i next = _mm256_loadu_si256((const __m256i *)(data + at) + i);
+            _mm256_stream_si256((__m256i *)(to + at) + i, next);
+            pairs[i] = folded_pair(pairs[i], by, next);
+        }
+    return sum_of_lanes((__m128i *)pairs);
+}
+
 static void choose(void) {
     fill_factors();
     if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) return;
     offer("pclmulqdq", by_multiplication);
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("vpclmulqdq")) return;
     offer("vpclmulqdq", by_wide_multiplication);
+    carry = carry_past_cache;
 }
+
+static void settle(void) { _mm_sfence(); } /* what went past the cache is seen by all */
 
 /* --- ARM has an instruction for eight bytes. Untested on hardware. */
 #elif defined(__ARM_FEATURE_CRC32) && defined(__AARCH64EL__)
@@ -154,19 +187,22 @@ static uint32_t by_instruction(uint32_t sum, const uint8_t *data, size_t size) {
 }
 
 static void choose(void) { offer("crc32d", by_instruction); }
+static void settle(void) {}
 #else
 static void choose(void) {}
+static void settle(void) {}
 #endif
 
 static uint32_t crc(const uint8_t *data, size_t size) { return ~update(~0u, data, size); }
 
 /* --- a box of an array in a file
  *
- * The box is made of runs: bytes that follow each other both in the file and in memory. All of it goes through a buffer
- * that stays in the cache, which costs less than it saves: the kernel copies to memory that is not in the cache slowly.
+ * The box is made of runs: bytes that follow each other both in the file and in memory. What is compared goes through a
+ * buffer that stays in the cache, and is compared on its way from there; what is not is read to where it belongs.
  * Short runs are read together, and with them what lies between two of them if that is no more than a block.
  */
-#define STAGE (256 * 1024)
+#define STAGE (128 * 1024)
+#define LONG (2 * BLOCK) /* runs from here on are compared on their way, shorter ones before */
 #define MOST_DIMS 64
 
 enum { FINE, FAILED, ENDED, DAMAGED };
@@ -213,29 +249,54 @@ static int fill(Reader *r, int64_t at, uint8_t *to, int64_t size) {
     return FINE;
 }
 
-/* Reads whole blocks, and compares each with its sum. */
-static int take(Reader *r, int64_t at, uint8_t *to, int64_t size) {
-    int state = fill(r, at, to, size);
-    if (state != FINE || r->sums == NULL) return state;
-    for (int64_t block = at / BLOCK; size > 0; block++, to += BLOCK, size -= BLOCK)
-        if (crc(to, size < BLOCK ? (size_t)size : BLOCK) != r->sums[block - r->first_block]) {
-            r->bad_block = block;
-            return DAMAGED;
+static int checked(Reader *r, int64_t block, uint32_t sum) {
+    if (~sum == r->sums[block - r->first_block]) return FINE;
+    r->bad_block = block;
+    return DAMAGED;
+}
+
+static int64_t block_size(const Reader *r, int64_t block) {
+    int64_t rest = r->nbytes - block * BLOCK;
+    return rest < BLOCK ? rest : BLOCK;
+}
+
+/* Compares all blocks that are in the buffer, which begins at a block. */
+static int compare(Reader *r, int64_t begin, int64_t end) {
+    int state = FINE;
+    for (int64_t block = begin / BLOCK; state == FINE && block * BLOCK < end; block++)
+        state = checked(r, block, update(~0u, r->stage + (block * BLOCK - begin), (size_t)block_size(r, block)));
+    return state;
+}
+
+/* Takes bytes out of the buffer, which begins at a block, and compares the blocks that they are in. */
+static int deliver(Reader *r, int64_t begin, int64_t from, int64_t end, uint8_t *to) {
+    int state = FINE;
+    for (int64_t block = from / BLOCK; state == FINE && block * BLOCK < end; block++) {
+        int64_t at = block * BLOCK, size = block_size(r, block);
+        const uint8_t *data = r->stage + (at - begin);
+        if (from <= at && at + size <= end)
+            state = checked(r, block, carry(~0u, data, (size_t)size, to + (at - from)));
+        else {
+            int64_t first = from > at ? from : at, last = end < at + size ? end : at + size;
+            memcpy(to + (first - from), data + (first - at), (size_t)(last - first));
+            state = checked(r, block, update(~0u, data, (size_t)size));
         }
-    return FINE;
+    }
+    return state;
 }
 
 /* One run, in as many steps as it needs. */
 static int take_long(Reader *r, const Run *run) {
+    if (r->sums == NULL) return fill(r, run->from, run->to, r->run);
     int64_t end = run->from + r->run, next;
-    for (int64_t from = run->from; from < end; from = next) {
+    int state = FINE;
+    for (int64_t from = run->from; state == FINE && from < end; from = next) {
         int64_t begin = down(r, from);
         next = end - begin < STAGE ? end : begin + STAGE;
-        int state = take(r, begin, r->stage, up(r, next) - begin);
-        if (state != FINE) return state;
-        memcpy(run->to + (from - run->from), r->stage + (from - begin), (size_t)(next - from));
+        state = fill(r, begin, r->stage, up(r, next) - begin);
+        if (state == FINE) state = deliver(r, begin, from, next, run->to + (from - run->from));
     }
-    return FINE;
+    return state;
 }
 
 /* As many runs as the buffer has room for, from ``run`` on, which is moved behind them; ``more``: whether one is left. */
@@ -247,13 +308,16 @@ static int take_together(Reader *r, Run *run, int *more) {
         if (ahead.from < last || down(r, ahead.from) - end > BLOCK || next - begin > STAGE) break;
         last = ahead.from + r->run, end = next;
     }
-    int state = take(r, begin, r->stage, end - begin);
-    if (state != FINE) return state;
-    for (*more = 1; count > 0; count--) {
-        memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
+    int state = fill(r, begin, r->stage, end - begin), on_the_way = r->sums != NULL && r->run >= LONG;
+    if (state == FINE && r->sums != NULL && !on_the_way) state = compare(r, begin, end);
+    for (*more = 1; state == FINE && count > 0; count--) {
+        if (on_the_way)
+            state = deliver(r, begin, run->from, run->from + r->run, run->to);
+        else
+            memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
         *more = advance(r, run);
     }
-    return FINE;
+    return state;
 }
 
 static int take_box(Reader *r, int64_t from, uint8_t *to) {
@@ -265,6 +329,7 @@ static int take_box(Reader *r, int64_t from, uint8_t *to) {
             more = advance(r, &run);
         } else
             state = take_together(r, &run, &more);
+    settle();
     return state;
 }
 

@@ -29,11 +29,11 @@ class Ranks:
         """Whether this is the rank that writes what is written once."""
         return self.rank == 0
 
-    def beside(self, timeout: float | None = None) -> Ranks:
+    def beside(self) -> Ranks:
         """The same ranks with a group of their own, so that they can talk while the others are in use."""
         made = Ranks(alone=self.world_size == 1)
         if made.world_size > 1:
-            made._group = get_platform().split_group(None, [list(range(made.world_size))], timeout=timeout or 1800.0)
+            made._group = get_platform().split_group(None, [list(range(made.world_size))], group_desc="checkpoints")
         return made
 
     def gather(self, value: T) -> list[T]:

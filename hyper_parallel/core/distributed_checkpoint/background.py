@@ -8,6 +8,7 @@ response.result()                         waits, and raises what went wrong; so 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,29 +48,32 @@ class Staged(SavePlanner):
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.allow_pickle = getattr(planner, "allow_pickle", False)
         self._copies: dict[MetadataIndex, tuple[Any, Any]] = {}
+        self._objects: dict[MetadataIndex, Any] = {}  # lists and arrays may be changed in place like tensors
         for item in plan.items:
-            if item.type is WriteItemType.TENSOR:
+            if item.type is WriteItemType.BYTE_IO:
+                self._objects[item.index] = copy.deepcopy(planner.get_data(item))
+            else:
                 self._copies[item.index] = self._copy(item, planner.get_data(item))
 
     def _copy(self, item: WriteItem, tensor: Any) -> tuple[Any, Any]:
         key = (item.index, tuple(tensor.shape), str(tensor.dtype))
         with self._lock:
             spare = self._spare.get(key)
-            copy = spare.pop() if spare else None
-        if copy is None:
-            copy = get_platform().empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
-        get_platform().load_into_param(copy, tensor)
-        return key, copy
+            made = spare.pop() if spare else None
+        if made is None:
+            made = get_platform().empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+        get_platform().load_into_param(made, tensor)
+        return key, made
 
     def release(self) -> None:
         """Gives the memory to the next save."""
         with self._lock:
-            kept = {key: [copy] for key, copy in self._copies.values()}
+            kept = {key: [made] for key, made in self._copies.values()}
             Staged._spare = kept  # what other saves had is let go
             self._copies = {}
 
     def get_data(self, item: WriteItem) -> Any:
-        return item.bytes_io_data if item.type is WriteItemType.BYTE_IO else self._copies[item.index][1]
+        return self._objects[item.index] if item.type is WriteItemType.BYTE_IO else self._copies[item.index][1]
 
     # What was planned is not planned again.
     def configure_planner(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None: ...

@@ -15,6 +15,7 @@ import math
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,18 @@ def encode(value: Any, name: str, *, allow_pickle: bool = False) -> Any:
     return _encode(Field(value, None, ("objects", name)), AROUND, allow_pickle)
 
 
-def decode(value: Any, name: str, file: str | Path, *, allow_pickle: bool = False) -> Any:
-    """The object; ``value`` is used up, for its lists and dicts become those of the object."""
+@dataclass(frozen=True)
+class Pickled:
+    """An object that was pickled, for those who only pass it on."""
+
+    data: bytes
+
+
+def decode(value: Any, name: str, file: str | Path, *, allow_pickle: bool | None = False) -> Any:
+    """The object; ``value`` is used up, for its lists and dicts become those of the object.
+
+    Pickles are refused, or unpickled, or, with None, left as they are.
+    """
     return _decode(Field(value, file, ("objects", name)), allow_pickle)
 
 
@@ -70,6 +81,10 @@ def _refuse(field: Field) -> Any:
         f"{name} cannot be stored as JSON: convert it to None, bool, int, float, complex, str, bytes, list, tuple, "
         "set, dict, OrderedDict, Counter, a numpy array or a dtype, or pass allow_pickle=True, here and when loading"
     )
+
+
+def _still_pickled(field: Field, _: Inner) -> Any:
+    return {"$pickle": _base64(field.value.data)}
 
 
 def _pickled(field: Field) -> dict[str, str]:
@@ -141,6 +156,7 @@ def _array(field: Field, _: Inner) -> Any:
 
 
 ENCODERS: dict[type, Callable[[Field, Inner], Any]] = {
+    Pickled: _still_pickled,
     type(None): _as_it_is, bool: _as_it_is, int: _int, float: _float, complex: _complex, str: _str, bytes: _bytes,
     list: _list, tuple: _tuple, set: _set, dict: _dict, OrderedDict: partial(_pairs, "$ordered"),
     Counter: partial(_pairs, "$counter"), np.ndarray: _array,
@@ -164,7 +180,7 @@ def _dtype_types() -> frozenset[type]:
     return frozenset(found)
 
 
-def _decode(field: Field, allow_pickle: bool) -> Any:
+def _decode(field: Field, allow_pickle: bool | None) -> Any:
     value, kind = field.value, type(field.value)
     if len(field.keys) > MOST_NESTED:
         field.fail(f"is nested deeper than {MOST_NESTED} levels")
@@ -179,7 +195,7 @@ def _decode(field: Field, allow_pickle: bool) -> Any:
     return value
 
 
-def _decode_inside(field: Field, allow_pickle: bool) -> None:
+def _decode_inside(field: Field, allow_pickle: bool | None) -> None:
     """In place, so that a file does not need its memory twice."""
     value = field.value
     for key, item in value.items() if type(value) is dict else enumerate(value):
@@ -189,7 +205,7 @@ def _decode_inside(field: Field, allow_pickle: bool) -> None:
             value[key] = _decode(field.at(key, item), allow_pickle)
 
 
-def _decode_tag(field: Field, allow_pickle: bool) -> Any:
+def _decode_tag(field: Field, allow_pickle: bool | None) -> Any:
     tag = next(key for key in field.value if key.startswith("$"))
     if len(field.value) > 1 or (tag not in DECODERS and tag != "$pickle"):
         field.at(tag, None).fail(f"is not a tag, or not alone; known are {', '.join([*DECODERS, '$pickle'])}")
@@ -202,7 +218,9 @@ def _decode_tag(field: Field, allow_pickle: bool) -> Any:
     return DECODERS[tag](content)
 
 
-def _unpickled(field: Field, allow_pickle: bool) -> Any:
+def _unpickled(field: Field, allow_pickle: bool | None) -> Any:
+    if allow_pickle is None:
+        return Pickled(_data(field))
     if not allow_pickle:
         field.fail(
             "is a pickle, which can run any code when it is loaded; pass allow_pickle=True if you trust who wrote it"

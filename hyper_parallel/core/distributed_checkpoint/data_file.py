@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,18 @@ def _nothing(name: str) -> None:
 phase: Callable[[str], None] = _nothing  # tests put one here that ends the process
 
 
+@runtime_checkable
+class Bytes(Protocol):
+    """The bytes of a chunk, asked for from the first to the last: an array, or what reads them meanwhile."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.uint8]:
+        """Those of a slice."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A chunk to be written; ``memory`` gives its contiguous bytes when they are needed."""
@@ -45,7 +57,7 @@ class Piece:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    memory: Callable[[], NDArray[np.uint8]]
+    memory: Callable[[], Bytes]
 
 
 # --- writing
@@ -104,9 +116,7 @@ def _write(
         os.close(fd)
 
 
-def _write_chunk(
-    fd: int, chunk: Entry, memory: NDArray[np.uint8], sums: NDArray[np.uint32], progress: Progress | None
-) -> None:
+def _write_chunk(fd: int, chunk: Entry, memory: Bytes, sums: NDArray[np.uint32], progress: Progress | None) -> None:
     if memory.nbytes != chunk.nbytes:
         raise CheckpointError(f"{chunk.nbytes} bytes were expected, {memory.nbytes} came", field=chunk.key)
     for at in range(0, chunk.nbytes, STEP):
@@ -147,9 +157,9 @@ def open_data_file(
         raise
 
 
-def read_small_file(path: str | Path, most: int = 2**30) -> bytes:
-    """All of a file that has at most so many bytes; a link is not followed."""
-    fd = _opened(path, follow_links=False)
+def read_small_file(path: str | Path, most: int = 2**30, *, follow_links: bool = False) -> bytes:
+    """All of a file that has at most so many bytes."""
+    fd = _opened(path, follow_links=follow_links)
     try:
         if (size := _regular_size(fd, path)) > most:
             raise CheckpointError(f"at most {most} bytes were expected, the file has {size}", file=path)

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.core.distributed_checkpoint import data_file
 from hyper_parallel.core.distributed_checkpoint.chunks import Place
-from hyper_parallel.core.distributed_checkpoint.data_file import DataFile, Piece, open_data_file, write_data_file
+from hyper_parallel.core.distributed_checkpoint.data_file import Bytes, DataFile, Piece, open_data_file, write_data_file
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import (
     METADATA_FILE,
@@ -118,7 +118,8 @@ class FileSystemWriter(StorageWriter):
 
     def abandon(self) -> None:
         if self._own is not None:
-            self._own.unlink(missing_ok=True)
+            with suppress(OSError):  # the others wait to be told what really went wrong; the next save removes it
+                self._own.unlink(missing_ok=True)
 
     def _write_metadata(self, text: bytes) -> None:
         target = self.folder / METADATA_FILE
@@ -162,22 +163,28 @@ def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
     return Piece(key_of(item.index.fqn, chunk, size), dtype, chunk.sizes, lambda: bytes_of(planner.get_data(item)))
 
 
-def bytes_of(tensor: Any) -> NDArray[np.uint8]:
-    """The bytes of a plain tensor, in its own memory where that is possible."""
+def bytes_of(tensor: Any) -> Bytes:
+    """The bytes of a plain tensor, in its own memory where that is possible; a planner may also give bytes."""
+    if not get_platform().is_tensor(tensor):
+        assert isinstance(tensor, Bytes)
+        return tensor
     host = get_platform().host_tensor(tensor)
     items: NDArray[Any] = get_platform().tensor_memory(host)
     return items.reshape(-1).view(np.uint8)
 
 
 class FileSystemReader(StorageReader):
-    """Reads a folder. ``verify=False`` does not compare checksums; ``allow_pickle=True`` unpickles what was pickled."""
+    """Reads a folder. ``verify=False`` does not compare checksums; ``allow_pickle=True`` unpickles what was pickled.
+
+    With None for ``allow_pickle`` pickles are left as they are, for those who do not look into objects.
+    """
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
         verify: bool = True,
-        allow_pickle: bool = False,
+        allow_pickle: bool | None = False,
         progress: Progress | None = None,
     ) -> None:
         self._folder = None if path is None else Path(path)
@@ -242,16 +249,20 @@ class FileSystemReader(StorageReader):
         tag = self._known().storage_data.tag
         return open_data_file(self.folder / data_file_name(tag, place), tag=tag, rank=place)
 
+    def key(self, name: str, chunk: ChunkStorageMetadata) -> str:
+        """What a chunk is called in its file."""
+        return key_of(name, chunk, self._stored(name).size)
+
     def entry(self, file: DataFile, name: str, chunk: ChunkStorageMetadata) -> Entry:
         """Where a chunk is in its file; a CheckpointError if it is not there as the metadata says."""
         stored = self._stored(name)
         dtype, sizes = dtype_name(stored.properties.dtype), tuple(chunk.sizes)
-        if file.is_ours and dtype in PARTS:
-            dtype, sizes = PARTS[dtype], (*sizes, 2)
-        key = key_of(name, chunk, stored.size)
+        key = self.key(name, chunk)
         found = file.header.entries.get(key)
         if found is None:
             raise CheckpointError("the file does not have this chunk", file=file.path, field=key)
+        if found.dtype == PARTS.get(dtype):
+            dtype, sizes = PARTS[dtype], (*sizes, 2)
         if (found.dtype, found.shape) != (dtype, sizes):
             raise CheckpointError(
                 f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
@@ -265,7 +276,7 @@ class FileSystemReader(StorageReader):
         for entry, item in sorted(located, key=lambda pair: (pair[0].start, pair[1].storage_offsets)):
             tensor = planner.acquire_tensor(item)
             memory = get_platform().tensor_memory(tensor)
-            count = _read_box(file, entry, item, memory, verify=self._verify)
+            count = read_box(file, entry, item, memory, verify=self._verify)
             self.bytes_read += count
             planner.apply_tensor(item, tensor)
             if self._progress is not None:
@@ -297,7 +308,8 @@ def _number(item: ReadItem) -> int:
     return item.storage_index.index
 
 
-def _read_box(file: DataFile, entry: Entry, item: ReadItem, memory: NDArray[Any], *, verify: bool) -> int:
+def read_box(file: DataFile, entry: Entry, item: ReadItem, memory: NDArray[Any], *, verify: bool) -> int:
+    """Fills an array of opaque elements, of the item's lengths, from a chunk; returns how many bytes were read."""
     offsets, lengths = item.storage_offsets, item.lengths
     if entry.item_size < memory.dtype.itemsize:  # complex numbers are stored as pairs
         pairs = np.lib.stride_tricks.as_strided(memory, (*memory.shape, 1), (*memory.strides, memory.dtype.itemsize))

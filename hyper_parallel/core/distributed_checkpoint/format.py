@@ -47,7 +47,9 @@ _FIELDS = ("format", "version", "tag", "block", "ranks", "library", "layouts", "
 _ENDING = b',\n"crc32":"%08x"}\n'
 _ENDING_SIZE = len(_ENDING % 0)
 _PRIME = 2**61 - 1
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _POSITION = 0
+_Layout = tuple[Cut, dict[int, int]]  # with the sum of each dim's sections, which many tensors may ask for
 _Order = tuple[tuple[int, int, str], ...]
 
 
@@ -142,10 +144,6 @@ def _layout_json(cut: Cut) -> dict[str, Any]:
     return made
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
 def _text(root: Mapping[str, Any]) -> str:
     """JSON with a line for each layout, tensor, object and path, and without the last brace."""
     parts = []
@@ -160,7 +158,7 @@ def _text(root: Mapping[str, Any]) -> str:
     return "{" + ",\n".join(parts)
 
 
-def from_bytes(data: bytes, file: str | Path, *, allow_pickle: bool = False) -> Metadata:
+def from_bytes(data: bytes, file: str | Path, *, allow_pickle: bool | None = False) -> Metadata:
     """The metadata in a file; every number and name of it is good to be used."""
     root = _opened(data, file)
     root.record(*_FIELDS)
@@ -224,7 +222,7 @@ def _tensor_name(field: Field) -> str:
     return name
 
 
-def _layout(field: Field) -> Cut:
+def _layout(field: Field) -> _Layout:
     field.record("mesh", "names", "cuts", optional=("first", "ranks", "sections"))
     mesh = field["mesh"].integers(1, RANKS_END)
     cuts = tuple(axes.integers(0, len(mesh)) for axes in field["cuts"].elements())
@@ -236,7 +234,9 @@ def _layout(field: Field) -> Cut:
     names = None if field.value["names"] is None else tuple(name.text() for name in field["names"].elements())
     if names is not None and len(names) != len(mesh):
         field["names"].expected(f"a name for each of {len(mesh)} axes")
-    return Cut(mesh, _mesh_ranks(field, math.prod(mesh)), cuts, _sections(field, cuts), names)
+    sections = _sections(field, cuts)
+    totals = {dim: sum(sizes) for dim, sizes in sections.items()}
+    return Cut(mesh, _mesh_ranks(field, math.prod(mesh)), cuts, sections, names), totals
 
 
 def _mesh_ranks(field: Field, count: int) -> range | tuple[int, ...]:
@@ -268,7 +268,7 @@ def _sections(field: Field, cuts: Sequence[Sequence[int]]) -> dict[int, tuple[in
     return made
 
 
-def _tensor(field: Field, layouts: Sequence[Cut]) -> TensorStorageMetadata:
+def _tensor(field: Field, layouts: Sequence[_Layout]) -> TensorStorageMetadata:
     where = ("chunks",) if "chunks" in field.value else ("layout", "replica")
     field.record("dtype", "shape", *where, optional=("requires_grad",))
     dtype, size = _kind(field)
@@ -294,13 +294,13 @@ def _properties(field: Field, dtype: str) -> TensorProperties:
     return TensorProperties(dtype, requires_grad)
 
 
-def _grid(field: Field, size: tuple[int, ...], layouts: Sequence[Cut]) -> ChunkGrid:
-    cut = layouts[field["layout"].integer(0, len(layouts))]
+def _grid(field: Field, size: tuple[int, ...], layouts: Sequence[_Layout]) -> ChunkGrid:
+    cut, totals = layouts[field["layout"].integer(0, len(layouts))]
     if len(cut.dim_axes) != len(size):
         field["layout"].fail(f"cuts {len(cut.dim_axes)} dims, but the tensor has {len(size)}")
-    for dim, sizes in cut.sections.items():
-        if sum(sizes) != size[dim]:
-            field["layout"].fail(f"the sections of dim {dim} add up to {sum(sizes)}, expected {size[dim]}")
+    for dim, total in totals.items():
+        if total != size[dim]:
+            field["layout"].fail(f"the sections of dim {dim} add up to {total}, expected {size[dim]}")
     return ChunkGrid(size, cut, field["replica"].integer(0, cut.replicas))
 
 

@@ -34,7 +34,8 @@ CODES = {
     "uint64": "U64", "int64": "I64", "float64": "F64",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-FOREIGN_DTYPES = {**DTYPES, "C64": "complex64"}
+FOREIGN_CODES = {**CODES, "complex64": "C64"}
+FOREIGN_DTYPES = {code: dtype for dtype, code in FOREIGN_CODES.items()}
 PARTS = {"complex64": "float32", "complex128": "float64"}  # stored as two of these, along one more dim
 
 MOST_HEADER_BYTES = 100_000_000  # the same limit as in the safetensors library
@@ -95,6 +96,20 @@ def build_header(pieces: Sequence[tuple[str, str, Sequence[int]]], tag: str, ran
     return head, [_moved(entry, len(head)) for entry in entries]
 
 
+def build_plain_header(
+    pieces: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Entry]]:
+    """The same for a file that any safetensors library wrote: other metadata, no checksums."""
+    largest_first = sorted(pieces, key=lambda piece: -ITEM_SIZES[piece[1]])
+    entries = _laid_out((key, dtype, tuple(shape)) for key, dtype, shape in largest_first)
+    text = _json({METADATA: dict(metadata)}, entries)
+    size = -(-len(text) // 8) * 8
+    if size > MOST_HEADER_BYTES:
+        raise CheckpointError(f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+    head = size.to_bytes(8, "little") + text.ljust(size)
+    return head, [_moved(entry, len(head)) for entry in entries]
+
+
 def _check_key(key: str, seen: set[str]) -> None:
     if key.startswith("@") or key == METADATA:
         raise CheckpointError(f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it", field=key)
@@ -135,10 +150,13 @@ def _text(entries: Sequence[Entry], tag: str, rank: int) -> bytes:
         "tag": tag,
         "rank": str(rank),
     }
-    header: dict[str, Any] = {METADATA: ours}
+    return _json({METADATA: ours}, entries)
+
+
+def _json(header: dict[str, Any], entries: Sequence[Entry]) -> bytes:
     for entry in entries:
         span = [entry.start, entry.start + entry.nbytes]
-        header[entry.key] = {"dtype": CODES[entry.dtype], "shape": entry.shape, "data_offsets": span}
+        header[entry.key] = {"dtype": FOREIGN_CODES[entry.dtype], "shape": entry.shape, "data_offsets": span}
     try:
         return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:

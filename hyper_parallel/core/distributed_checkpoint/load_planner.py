@@ -173,7 +173,9 @@ class StandardLoadPlanner(LoadPlanner):
 
     def apply_tensor(self, read_item: ReadItem, tensor: Any) -> None:
         view, platform = self._view(read_item), get_platform()
-        if platform.memory_key(view) != platform.memory_key(tensor):
+        if platform.memory_key(view) == platform.memory_key(tensor):
+            platform.note_change(view)  # which was filled behind the framework's back
+        else:
             platform.load_into_param(view, tensor)
 
     def apply_bytes(self, read_item: ReadItem, value: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader
+from hyper_parallel.core.distributed_checkpoint.hugging_face import reader_for
 from hyper_parallel.core.distributed_checkpoint.load_planner import StandardLoadPlanner
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, Path
 from hyper_parallel.core.distributed_checkpoint.planner import LoadPlan, LoadPlanner
@@ -41,7 +41,7 @@ class States:
 def reader_of(checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
     if checkpoint_id is None:
         raise ValueError("load: expected checkpoint_id (a folder) or storage_reader, got neither")
-    return FileSystemReader(checkpoint_id)
+    return reader_for(checkpoint_id)
 
 
 def planned(

@@ -11,10 +11,12 @@ from typing import Any
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter, new_tag
+from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
 from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageWriter, WriteResult
+from hyper_parallel.platform import get_platform
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -60,6 +62,9 @@ def prepare(
         return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else None
 
     fingerprint = ranks.together(look)
+    if ranks.is_silent and ranks.world_size > 1:
+        # Nothing tells a file of this save from one that an earlier save of the same state left.
+        _require_new_folder(writer)
     is_alike, token = ranks.agree(fingerprint or bytes(16), new_tag())
     if isinstance(chosen, StandardSavePlanner) and is_alike:
         plan, metadata = chosen.plan_alone()
@@ -69,6 +74,16 @@ def prepare(
     return Prepared(
         replace(plan, storage_data=SaveRun(token, ranks.rank, ranks.world_size)), chosen, writer, metadata, is_alike
     )
+
+
+def _require_new_folder(writer: StorageWriter) -> None:
+    folder = writer.folder if isinstance(writer, FileSystemWriter) else None
+    if (
+        folder is None
+        or (folder / METADATA_FILE).exists()
+        or any(folder.glob(f"data-*-{get_platform().get_rank():05d}.*"))
+    ):
+        raise CheckpointError("use_collectives=False needs a new folder for every save", file=folder)
 
 
 def _plan_together(writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> tuple[SavePlan, Metadata]:

@@ -91,9 +91,7 @@ class StandardSavePlanner(SavePlanner):
         options = (self.remove_redundancy, self.save_to_minimum_rank)
         key = (digest(list(entries.values())), self._rank, self._world, *options)
         if not self.enable_plan_caching or key not in _PLANS:
-            chosen = self._writers(entries.values())
-            items = [item for name, entry in entries.items() for item in self._items(entry, chosen[name])]
-            _PLANS[key] = items, {name: entry.stored(chosen[name]) for name, entry in entries.items()}
+            _PLANS[key] = plan_for(entries.values(), self._rank, self._writers, once=self.remove_redundancy)
         _PLANS.move_to_end(key)
         while len(_PLANS) > _MOST_PLANS:
             _PLANS.popitem(last=False)
@@ -101,12 +99,6 @@ class StandardSavePlanner(SavePlanner):
 
     def _writers(self, entries: Iterable[Entry]) -> dict[str, int]:
         return {entry.name: 0 for entry in entries} if self.save_to_minimum_rank else writers(entries)
-
-    def _items(self, entry: Entry, replica: int) -> list[WriteItem]:
-        coordinate = entry.cut.coordinate(self._rank)
-        if coordinate is None or (self.remove_redundancy and entry.cut.replica_of(coordinate) != replica):
-            return []
-        return list(entry.items_at(coordinate))
 
     def _of_all_ranks(self) -> dict[str, dict[int, Any]]:
         """What each rank has its own of, by rank."""
@@ -119,7 +111,7 @@ class StandardSavePlanner(SavePlanner):
 
     def build_local_plan(self) -> SavePlan:
         self._held = self._look(find_ties=False)
-        items = [item for entry in self._held.entries.values() for item in _all_items(entry, self._rank)]
+        items = [item for entry in self._held.entries.values() for item in _items(entry, self._rank, None)]
         return SavePlan([*items, *_object_items(self._held.objects)], planner_data=self._held.facts())
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -149,9 +141,22 @@ class StandardSavePlanner(SavePlanner):
         return self._held.data(item.index.fqn, item.index.offset)
 
 
-def _all_items(entry: Entry, rank: int) -> list[WriteItem]:
+def plan_for(
+    entries: Iterable[Entry], rank: int, writers: Callable[[Iterable[Entry]], dict[str, int]], *, once: bool = True
+) -> _Planned:
+    """What a rank writes of these tensors, and what the checkpoint then holds; it takes no longer on more ranks."""
+    known = list(entries)
+    chosen = writers(known)
+    items = [item for entry in known for item in _items(entry, rank, chosen[entry.name] if once else None)]
+    return items, {entry.name: entry.stored(chosen[entry.name]) for entry in known}
+
+
+def _items(entry: Entry, rank: int, replica: int | None) -> list[WriteItem]:
+    """What a rank has of a tensor, if it is the one of several that have it, or whichever that is."""
     coordinate = entry.cut.coordinate(rank)
-    return [] if coordinate is None else list(entry.items_at(coordinate))
+    if coordinate is None or (replica is not None and entry.cut.replica_of(coordinate) != replica):
+        return []
+    return list(entry.items_at(coordinate))
 
 
 def _object_items(objects: Mapping[str, Any]) -> list[WriteItem]:

@@ -122,7 +122,7 @@ def _leaves(holder: Any, path: Path, above: frozenset[int], state: Callable[[Pat
         inner = (*path, _step(holder, key, path))
         if is_stateful(value):
             yield from _leaves(state(inner, value), inner, above, state)
-        elif _is_entered(value):
+        elif _is_entered(value, inner):
             yield from _leaves(value, inner, above, state)
         else:
             yield Leaf(inner, value, holder)
@@ -139,11 +139,12 @@ def _step(holder: Any, key: Any, path: Path) -> Any:
     )
 
 
-def _is_entered(value: Any) -> bool:
+def _is_entered(value: Any, path: Path) -> bool:
     if type(value) in (dict, OrderedDict):
         return bool(value)
     if type(value) is list:
         return any(not isinstance(item, _SCALARS) for item in value)
     if isinstance(value, tuple) and any(get_platform().is_tensor(item) for item in value):
-        raise CheckpointError(f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}")
+        told = f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}"
+        raise CheckpointError(told, field=dotted(path))
     return False

@@ -23,6 +23,7 @@ MOST_NESTED = 64  # brackets that may be open at once
 MOST_DIGITS = 1000  # of an int; reading one takes time that grows with the square
 END = 2**63  # what a number that counts elements, bytes or positions stays below
 
+_PIECE = 1 << 16  # bytes that are looked at together; the arrays for them are 26 times as large
 _QUOTE = ord('"')
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
@@ -35,8 +36,8 @@ def nesting(data: bytes) -> int:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
     codes = np.frombuffer(data, np.uint8)
     deepest = depth = quotes = 0
-    for start in range(0, len(codes), 1 << 20):
-        piece = codes[start : start + (1 << 20)]
+    for start in range(0, len(codes), _PIECE):
+        piece = codes[start : start + _PIECE]
         seen = np.cumsum(piece == _QUOTE) + quotes
         depths = np.cumsum(np.where(seen & 1, 0, _STEPS[piece])) + depth
         deepest, depth, quotes = max(deepest, int(depths.max())), int(depths[-1]), int(seen[-1])
@@ -79,8 +80,8 @@ def _float(text: str) -> float:
 
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can hold: one without lone surrogates."""
-    if type(value) is not str:
-        return False
+    if type(value) is not str or value.isascii():
+        return type(value) is str
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -109,7 +110,7 @@ def shown(value: Any) -> str:
     return json.dumps(value) if value is None or type(value) in (bool, int, float) else type(value).__name__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take most of the time of reading a file
 class Field:
     """A value, and the keys that lead to it in its file."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from hyper_parallel.core.distributed_checkpoint.chunks import Box, ChunkList, chunk_of
 from hyper_parallel.core.distributed_checkpoint.entries import Entry
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.format import fill
 from hyper_parallel.core.distributed_checkpoint.holdings import Holdings
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, TensorStorageMetadata
 
@@ -118,8 +119,8 @@ def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
 
 
 def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
-    have, need = sum(map(_volume, boxes)), _volume(tuple((0, size) for size in entry.size))
-    if have != need:
+    if not fill([chunk_of(box) for box in boxes], entry.size):
+        have, need = sum(map(_volume, boxes)), _volume(tuple((0, size) for size in entry.size))
         raise CheckpointError(
             f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
             "rank of its mesh must take part, and all must cut it alike",

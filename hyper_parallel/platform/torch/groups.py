@@ -121,7 +121,7 @@ class Groups(Platform):
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
         if own is None:
             return None
-        if timeout is None and pg_options is None:
+        if timeout is None and pg_options is None and group_desc is None:
             # The registry serves here too: the same ranks with the same options are the same group.
             return self.create_group(own)
         return self._new_group(own, timeout=timeout, pg_options=pg_options, group_desc=group_desc)

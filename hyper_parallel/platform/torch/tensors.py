@@ -142,7 +142,8 @@ class Tensors(Platform):
 
     def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
         wanted = self._dtype("tensor_from_bytes", dtype)
-        return torch.from_numpy(data.reshape(-1)).view(wanted).view(tuple(shape))
+        flat = torch.from_numpy(data.reshape(-1)).view(wanted) if data.size else torch.empty(0, dtype=wanted)
+        return flat.view(tuple(shape))
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return torch.Size(size_list)
@@ -208,6 +209,10 @@ class Tensors(Platform):
 
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
+
+    def note_change(self, tensor: Any) -> None:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
         # Beside the tensor, not on it: what is on it would be saved and copied with it.
