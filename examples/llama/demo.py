@@ -1,9 +1,12 @@
-"""Trains the same model as one process and as four on a 2x2 mesh, and compares: losses, communication, a picture."""
+"""Trains a model as one process, as four on a 2x2 mesh, and as four that are killed and go on, and compares them."""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
@@ -14,9 +17,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-import checkpoint
 from generate import generate, load
+from hyper_parallel.core.distributed_checkpoint import read_objects
 from model import Llama
+from train import latest
 
 TRAIN = Path(__file__).parent / "train.py"
 DP, TP = 2, 2
@@ -37,15 +41,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     parser.add_argument("--sequence-parallel", action="store_true")
     options, more = parser.parse_known_args()
-    one, many, picture = options.out / "one", options.out / "mesh", options.out / "loss.png"
+    one, many, broken = (options.out / name for name in ("one", "mesh", "killed"))
+    picture = options.out / "loss.png"
     mesh = ["--mesh", f"{DP}x{TP}", *(["--sequence-parallel"] if options.sequence_parallel else [])]
 
     run([str(TRAIN), "--steps", str(options.steps), "--out", str(one), *more])
-    run([*TORCHRUN, str(TRAIN), "--steps", str(options.steps), "--out", str(many), *mesh, *more])
+    training = [*TORCHRUN, str(TRAIN), "--steps", str(options.steps), *mesh, *more]
+    run([*training, "--out", str(many)])
+    every = max(1, options.steps // 8)
+    killed_at = run_until([*training, "--out", str(broken), "--save-every", str(every)], broken, 5 * every + every // 2)
+    resumed_at = read_objects(latest(broken))["checkpoint"]["step"]
+    run([*training, "--out", str(broken), "--resume", str(broken)])
 
     losses = read_losses(one), read_losses(many)
-    folder = checkpoint.latest(many)
-    model, facts = load(folder), checkpoint.read_facts(folder)["options"]
+    folder = latest(many)
+    model, facts = load(folder), read_objects(folder)["options"]
     ours, theirs = counted(many / "collectives.json"), megatron(facts, model, options.sequence_parallel)
     worst = max(abs(losses[1][step] - losses[0][step]) for step in losses[0])
     draw(*losses, picture)
@@ -53,12 +63,19 @@ def main() -> None:
     console = Console(width=100)
     console.print(table_of_losses(*losses))
     console.print(f"The largest difference in all {options.steps} steps is {worst:.1e}.\n")
+    same = read_losses(broken) == losses[1]
+    console.print(
+        f"A third run was killed at step {killed_at} and went on from the checkpoint of step {resumed_at}: its losses "
+        f"are {'the same to the last bit' if same else 'DIFFERENT from those of the run that was not'}.\n"
+    )
     console.print(table_of_costs(ours, theirs))
     console.print(Panel(Text(generate(model, "class ", 400)), title="what the model on the mesh has learnt to write"))
     console.print(f"Both curves are in {picture}. To go on from the checkpoint, on four processes or on one:")
     further = f"{os.path.relpath(TRAIN)} --resume {many} --out {many} --steps {2 * options.steps}"
     for start in (f"torchrun --nproc-per-node {DP * TP} {further} {' '.join(mesh)}", f"python {further}"):
         print(f"  {os.path.relpath(Path(sys.executable).parent)}/{start}")
+    if not same:
+        raise SystemExit("The run that was killed and went on has other losses than the one that was not.")
     if worst > LARGEST[facts["dtype"]]:
         raise SystemExit(f"The losses differ by {worst:.1e}: that is more than rounding explains.")
 
@@ -68,9 +85,24 @@ def run(arguments: list[str]) -> None:
     subprocess.run([sys.executable, *arguments], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # noqa: S603
 
 
+def run_until(arguments: list[str], folder: Path, step: int) -> int:
+    """Runs a training until its log has a step, then kills the rank that logs; the last step that it logged."""
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, *arguments], env=environment, stderr=subprocess.DEVNULL) as started:  # noqa: S603
+        while max(read_losses(folder), default=0) < step:
+            if started.poll() is not None:
+                raise SystemExit(f"The training that was to be killed ended by itself with {started.returncode}.")
+            time.sleep(0.02)
+        os.kill(json.loads((folder / "process.json").read_text()), signal.SIGKILL)
+    return max(read_losses(folder))
+
+
 def read_losses(folder: Path) -> dict[int, float]:
     """The loss of every step."""
-    return {facts["step"]: facts["loss"] for facts in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
+    log = folder / "log.jsonl"
+    whole = log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []  # the last line may be cut short
+    return {facts["step"]: facts["loss"] for facts in map(json.loads, whole)}
 
 
 def table_of_losses(one: dict[int, float], many: dict[int, float], rows: int = 15) -> Table:

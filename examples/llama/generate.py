@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
+from hyper_parallel.core import distributed_checkpoint
+from hyper_parallel.core.distributed_checkpoint import read_objects
 from model import Config, Llama
+from train import latest
 
 
 @torch.no_grad()
@@ -23,9 +25,9 @@ def generate(model: Llama, prompt: str, length: int, temperature: float = 0.7, s
 
 def load(folder: Path) -> Llama:
     """The model of a checkpoint, on the CPU of this process, however it was trained."""
-    options = checkpoint.read_facts(folder)["options"]
+    options = read_objects(folder)["options"]
     model = Llama(Config(**{name: options[name] for name in Config.__dataclass_fields__}))
-    checkpoint.load(folder, model)
+    distributed_checkpoint.load({"model": model}, checkpoint_id=folder)
     return model
 
 
@@ -37,5 +39,5 @@ if __name__ == "__main__":
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    found = load(checkpoint.latest(given.checkpoint))
+    found = load(latest(given.checkpoint))
     print(generate(found, given.prompt, given.length, given.temperature, given.seed))

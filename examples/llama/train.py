@@ -19,9 +19,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import checkpoint
 from data import Corpus
 from hyper_parallel import get_platform, init_device_mesh
+from hyper_parallel.core.distributed_checkpoint import (
+    CheckpointManager,
+    OptimizerState,
+    RandomState,
+    load,
+    read_objects,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.tensor_parallel import loss_parallel
 from model import Config, Llama
@@ -39,11 +45,13 @@ def train(options: Namespace, mesh: Any = None) -> Llama:
     place = (mesh["dp"].get_local_rank(), mesh["dp"].size()) if mesh is not None else (0, 1)
     corpus = Corpus(options.batch, options.context, options.seed, *place)
     optimizer = new_optimizer(model, options)
+    state = {"model": model, "optimizer": OptimizerState(model, optimizer), "random": RandomState()}
+    checkpoints = CheckpointManager(options.out, keep_last=options.keep, asynchronous=True)
     done = 0
     if options.resume:
-        folder = checkpoint.latest(options.resume)
-        checkpoint.load(folder, model, optimizer)
-        done = checkpoint.read_facts(folder)["step"]
+        folder = latest(options.resume)
+        load(state, checkpoint_id=folder)
+        done = read_objects(folder)["checkpoint"]["step"]
 
     with Reporter(options, done) as report:
         for step in range(done, options.steps):
@@ -59,7 +67,10 @@ def train(options: Namespace, mesh: Any = None) -> Llama:
                 facts["held_out"] = evaluate(model, corpus, options.evaluate_batches)
             report(facts)
             if is_due(step + 1, options.save_every, options.steps):
-                checkpoint.save(options.out, model, optimizer, {"step": step + 1, "options": to_keep(options)})
+                checkpoints.save(
+                    step + 1, {**state, "options": to_keep(options)}
+                )  # it is written while training goes on
+        checkpoints.wait()
     return model
 
 
@@ -94,6 +105,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, options: Name
     return rate
 
 
+def latest(folder: Path) -> Path:
+    """The newest checkpoint in a run's folder; a checkpoint itself is its own."""
+    found = folder if (folder / "checkpoint.json").exists() else CheckpointManager(folder).latest()
+    if found is None:
+        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+    return found
+
+
 def is_due(step: int, every: int, last: int) -> bool:
     """Whether something that is done every so many steps, and at the end, is done after this one."""
     return step == last or bool(every and step % every == 0)
@@ -125,6 +144,7 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         if self._is_first:
             self._options.out.mkdir(parents=True, exist_ok=True)
+            (self._options.out / "process.json").write_text(json.dumps(os.getpid()))
             self._log = (self._options.out / "log.jsonl").open("a" if self._options.resume else "w", buffering=1)
         self._bar.start()
         return self
@@ -156,6 +176,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/llama"), help="folder of the log and the checkpoints")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or the newest of a run")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; always one at the end")
+    parser.add_argument("--keep", type=int, default=3, help="checkpoints, of which older ones are removed")
     parser.add_argument("--evaluate-every", type=int, default=50)
     kept = parser.add_argument_group("kept in the checkpoint")
     kept.add_argument("--evaluate-batches", type=int, default=4)
@@ -171,7 +192,7 @@ def read_options(arguments: Sequence[str] | None = None) -> Namespace:
         kept.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **kind)
     options = parser.parse_args(arguments)
     if options.resume:
-        parser.set_defaults(**checkpoint.read_facts(checkpoint.latest(options.resume))["options"])
+        parser.set_defaults(**read_objects(latest(options.resume))["options"])
         options = parser.parse_args(arguments)
     return options
 

@@ -230,7 +230,7 @@ class Platform(ABC):
         """The part of ``store`` under ``prefix``, so that one store serves several jobs."""
 
     def forget_groups_with(self, forget: Callable[[], None]) -> None:
-        """Has ``forget`` called when all groups are destroyed; for caches that hold groups."""
+        """Has ``forget`` called before all groups are destroyed; for what holds groups or is using them."""
         self._forgetters.append(forget)
 
     def _forget_groups(self) -> None:

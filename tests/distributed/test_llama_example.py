@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import checkpoint
 import data
 import demo
 import model as example
 import plan
 import train
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.core.distributed_checkpoint.convert import checkpoint_to_state_dict
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import run_ranks
@@ -56,13 +55,20 @@ def train_alone(out, text):
     return out
 
 
+def tensors_of(run):
+    """What the last checkpoint holds of the model and the optimizer."""
+    state = checkpoint_to_state_dict(train.latest(run))
+    moments = {f"{name}.{key}": value for name, of in state["optimizer"]["state"].items() for key, value in of.items()}
+    return {**state["model"], **moments}
+
+
 def compare(one, many, tolerance=1e-8):
     """All that two runs logged, and all that their last checkpoints hold."""
     logs = [[json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] for run in (one, many)]
     last = len(logs[1])  # a run that was resumed in a folder of its own logs the rest
     for true, mine in zip(logs[0][-last:], logs[1], strict=True):
         assert mine == pytest.approx(true, rel=tolerance, abs=tolerance)
-    true, mine = (load_file(checkpoint.latest(run) / "tensors.safetensors") for run in (one, many))
+    true, mine = (tensors_of(run) for run in (one, many))
     assert true.keys() == mine.keys()
     for name in true:
         torch.testing.assert_close(
@@ -186,16 +192,13 @@ def test_going_on_from_a_checkpoint_equals_one_go(tmp_path):
 
 def test_a_checkpoint_that_is_being_written_is_not_taken(tmp_path):
     train_alone(tmp_path, "--steps 4 --save-every 2")
-    (tmp_path / "step-000006.tmp").mkdir()
-    assert [folder.name for folder in sorted(tmp_path.glob("step*"))] == [
-        "step-000002",
-        "step-000004",
-        "step-000006.tmp",
-    ]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000004"
-    assert checkpoint.latest(tmp_path / "step-000002") == tmp_path / "step-000002"
+    (tmp_path / "step-00000006").mkdir()
+    (tmp_path / "step-00000006" / "data-0123456789abcdef-00000.safetensors.tmp").touch()
+    assert [folder.name for folder in sorted(tmp_path.glob("step*"))] == [f"step-0000000{n}" for n in (2, 4, 6)]
+    assert train.latest(tmp_path) == tmp_path / "step-00000004"
+    assert train.latest(tmp_path / "step-00000002") == tmp_path / "step-00000002"
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
-        checkpoint.latest(tmp_path / "elsewhere")
+        train.latest(tmp_path / "elsewhere")
 
 
 def test_random_numbers_go_on_too(tmp_path):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed checkpoints: saved on one mesh, loaded on any other; whole or not at all; nothing is unpickled."""
 
-from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, save
+from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, read_objects, save
 from hyper_parallel.core.distributed_checkpoint.background import AsyncSaveResponse
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -63,5 +63,6 @@ __all__ = [
     "async_save",
     "load",
     "read_metadata",
+    "read_objects",
     "save",
 ]

@@ -20,6 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import LoadPlanner, SavePlanner
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport
 from hyper_parallel.core.distributed_checkpoint.saving import CheckpointId, prepare
+from hyper_parallel.core.distributed_checkpoint.state_dict import nested
 from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter
 
 
@@ -101,3 +102,9 @@ def read_metadata(checkpoint_id: str | os.PathLike[str]) -> Metadata:
     reader = reader_of(checkpoint_id)
     reader.initialize_reader(checkpoint_id)
     return reader.load_metadata()
+
+
+def read_objects(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
+    """The plain objects of a checkpoint, nested as they were saved: the step, the options of a run."""
+    metadata = read_metadata(checkpoint_id)
+    return nested(metadata.storage_data.objects, metadata.planner_data or {})

@@ -128,6 +128,8 @@ class _Queue:
         self._waiting = [other for other in self._waiting if other is not response]
 
     def _forget(self) -> None:
+        for response in self._waiting:  # their group is about to go; errors stay for who asks, or for the next save
+            response.future.exception()
         self._ranks = None
 
 

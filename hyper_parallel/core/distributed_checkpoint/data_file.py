@@ -164,7 +164,7 @@ def read_small_file(path: str | Path, most: int = 2**30, *, follow_links: bool =
         if (size := _regular_size(fd, path)) > most:
             raise CheckpointError(f"at most {most} bytes were expected, the file has {size}", file=path)
         with open(fd, "rb", closefd=False) as file:
-            return file.read(most)
+            return file.read(size)  # not more: it would take as much memory
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
     finally:

@@ -96,12 +96,12 @@ class Groups(Platform):
             return
         resolved = self._group("destroy_process_group", group)
         if resolved is dist.group.WORLD:
+            self._forget_groups()  # while they still work: a save in the background ends first
             end_lookout()
             dist.destroy_process_group()
             self._generations.clear()
             self._epoch = 0
             self._timeout = None
-            self._forget_groups()
             return
         for key in [k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved]:
             del contract.EXISTING_COMM_GROUPS[key]
