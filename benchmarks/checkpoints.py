@@ -172,7 +172,10 @@ def on_rank(folder):
 
 
 LINES = [
-    ("save", "raw write + fsync", "raw_write", [("ours", "save"), ("torch", "torch_save"), ("safetensors", "safetensors_save")]),
+    (
+        "save", "raw write + fsync", "raw_write",
+        [("ours", "save"), ("torch", "torch_save"), ("safetensors", "safetensors_save")],
+    ),
     ("load", "raw read", "raw_read", [("ours", "load"), ("torch", "torch_load"), ("safetensors", "safetensors_load")]),
     ("load, rows to columns", "raw read", "raw_read", [("ours", "load_columns"), ("torch", "torch_load_columns")]),
     ("async save, blocked", "copy in memory", "copy", [("ours", "async_save"), ("torch", "torch_async_save")]),

@@ -144,7 +144,8 @@ def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     _refuse_copies(name, args[0])
     _on_shards(func, args, kwargs)
     for tensor in (tensor for line in args if _is_list(line) for tensor in line):
-        platform.note_change(getattr(tensor, "_local", tensor))  # these kernels do not: what was gathered before would stand for ever
+        # These kernels do not: what was gathered before would be handed out again.
+        platform.note_change(getattr(tensor, "_local", tensor))
     return None
 
 
