@@ -3,10 +3,10 @@
 
 make bench
 
-The state is that of a model of 80 layers with Adam: 3 x 723 tensors, cut along tp and along dp (as sharded data parallel
-does), or cut along tp and copied along dp, and norms that all ranks have. *Plan* is the time from the layouts to what this
-rank writes and to the digest that is compared; *again* the same when nothing has changed; *items* what it writes;
-*metadata* the size of checkpoint.json, which one rank writes.
+The state is that of a model of 80 layers with Adam: 3 x 723 tensors, cut along tp and along dp (as sharded data
+parallel does), or cut along tp and copied along dp, and norms that all ranks have. *Plan* is the time from the layouts
+to what this rank writes and to the digest that is compared; *again* the same when nothing has changed; *items* what it
+writes; *metadata* the size of checkpoint.json, which one rank writes.
 """
 
 import statistics

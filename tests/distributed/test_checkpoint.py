@@ -233,6 +233,8 @@ def test_values_come_back_nested(tmp_path):
 def test_what_cannot_be_stored_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"model.hook.*function"):
         save({"model": {"hook": lambda: 0}}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"model.s: sparse tensors cannot be stored"):
+        save({"model": {"s": numbers(2, 2).to_sparse()}}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointError, match="two values have this name"):
         save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointError, match="a tuple cannot be filled in place"):
@@ -357,6 +359,25 @@ def test_only_what_overlaps_is_read(tmp_path):
     for needed, verified, exact, resharded in run_ranks(read_columns, 2, str(tmp_path)):
         assert (needed, exact, resharded) == (share, share, ("w",))
         assert share < verified < 1.01 * share  # and the checksums of these blocks
+
+
+def native_both_ways(folder):
+    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor import Shard as NativeShard
+    from torch.distributed.tensor import distribute_tensor as distribute
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    save({"w": distribute(numbers(5, 4), mesh, [NativeShard(0)])}, checkpoint_id=folder)
+    theirs = distribute(torch.zeros(5, 4), mesh, [NativeShard(1)])
+    load({"w": theirs}, checkpoint_id=folder)
+    assert torch.equal(theirs.full_tensor(), numbers(5, 4))
+
+
+def test_torchs_own_distributed_tensors(tmp_path):
+    run_ranks(native_both_ways, 2, str(tmp_path))
+    state = {"w": torch.zeros(5, 4)}
+    load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["w"], numbers(5, 4))
 
 
 # --- without the others

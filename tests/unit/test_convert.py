@@ -27,7 +27,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.hugging_face import reader_for
 from hyper_parallel.core.distributed_checkpoint.inspection import compare_checkpoints, verify_checkpoint
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
-from hyper_parallel.core.distributed_checkpoint.streaming import STAGING, Source, boxes_in_order
+from hyper_parallel.core.distributed_checkpoint.streaming import Source, boxes_in_order
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int16,
@@ -193,7 +193,7 @@ def test_little_memory_is_needed(tmp_path):
         tracemalloc.start()
         try:
             assert move() is not False
-            assert tracemalloc.get_traced_memory()[1] < 4 * STAGING
+            assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
         finally:
             tracemalloc.stop()
     state = {"model": {"w": torch.zeros(4096, 3072, dtype=torch.int32)}}
@@ -310,9 +310,9 @@ def test_names_kinds_and_objects_are_compared(tmp_path):
 
 def test_tied_names_that_hugging_face_lacks_are_no_difference(tmp_path):
     w = torch.ones(2, 2)
-    state = {"model": {"embed.w": w, "head.w": w, "b": torch.ones(2)}, "step": 1}
+    state = {"model": {"wte.w": w, "head.w": w, "b": torch.ones(2)}, "step": 1}
     state_dict_to_checkpoint(state, tmp_path / "a")
-    assert "embed.w" in checkpoint_to_hugging_face(tmp_path / "a", tmp_path / "hf")
+    assert "wte.w" in checkpoint_to_hugging_face(tmp_path / "a", tmp_path / "hf")
     assert compare_checkpoints(tmp_path / "a", tmp_path / "hf", prefixes=("model.", "")).is_equal
     del state["model"]["b"]
     state_dict_to_checkpoint(state, tmp_path / "b")

@@ -61,6 +61,8 @@ def async_save(
         raise ValueError(f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}")
     ranks = Ranks(alone=no_dist)
     ranks.together(lambda: QUEUE.check(refuses=when_busy == "refuse"))
+    if storage_writer is not None:
+        ranks.together(QUEUE.drain)  # it writes one checkpoint at a time
     prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks)
     staged = ranks.together(lambda: Staged(prepared.plan, prepared.planner))
     return QUEUE.add(replace(prepared, planner=staged), staged, ranks)
@@ -91,6 +93,7 @@ def load(
     if isinstance(chosen, StandardLoadPlanner) and not dry_run:
         ranks.together(lambda: chosen.check(strict=strict))
     if not dry_run:
+        ranks.together(lambda: reader.check_plan(plan))
         ranks.together(lambda: reader.execute_read(plan, chosen))
         states.give_back()
     report = chosen.report() if isinstance(chosen, StandardLoadPlanner) else LoadReport()

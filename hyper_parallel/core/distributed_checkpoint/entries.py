@@ -81,7 +81,10 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
         raise CheckpointError(
             f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}", field=name
         )
-    if get_platform().is_meta(get_platform().get_param_local_data(tensor)):
+    local = get_platform().get_param_local_data(tensor)
+    if not get_platform().is_dense(local):
+        raise CheckpointError("sparse tensors cannot be stored; make it dense", field=name)
+    if get_platform().is_meta(local):
         raise CheckpointError("the tensor is on the meta device and has no data; initialise it first", field=name)
     layout = getattr(tensor, "layout", None)
     grad = bool(tensor.requires_grad)

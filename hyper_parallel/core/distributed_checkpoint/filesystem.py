@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,6 @@ from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageR
 from hyper_parallel.platform import get_platform
 
 _OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
-_MOST_OPEN = 64  # files at once
 
 Progress = Callable[[int], None]  # is told how many more bytes were written or read
 
@@ -113,7 +112,8 @@ class FileSystemWriter(StorageWriter):
         stored = Stored(self._run.token, self._run.ranks, objects, f"hyper_parallel {version('hyper_parallel')}")
         whole = Metadata(metadata.state_dict_metadata, metadata.planner_data, stored, metadata.version)
         self._write_metadata(to_bytes(whole, allow_pickle=self._allow_pickle))
-        remove_leftovers(self.folder, self._run.token)
+        with suppress(OSError):  # the checkpoint is whole, whatever else is there; the next save tries again
+            remove_leftovers(self.folder, self._run.token)
         return whole
 
     def abandon(self) -> None:
@@ -222,23 +222,16 @@ class FileSystemReader(StorageReader):
     def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: ARG002 - the protocol's
         self._metadata = metadata
 
+    def check_plan(self, plan: LoadPlan) -> None:
+        for place, items in self._by_place(plan).items():
+            with self.open(place) as file:
+                for item in items:
+                    self.entry(file, item.storage_index.fqn, self._chunk(item))
+
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        files = self._by_place(item for item in plan.items if item.type is LoadItemType.TENSOR)
-        with ExitStack() as stack:
-            opened: dict[Place, DataFile] = {}
-            for place, items in files.items():  # all is looked at before the first byte goes anywhere
-                file = stack.enter_context(self.open(place)) if len(opened) < _MOST_OPEN else None
-                with ExitStack() as brief:
-                    known = file if file is not None else brief.enter_context(self.open(place))
-                    for item in items:
-                        self.entry(known, item.storage_index.fqn, self._chunk(item))
-                if file is not None:
-                    opened[place] = file
-            for place, items in files.items():
-                with ExitStack() as brief:
-                    self._read(
-                        opened[place] if place in opened else brief.enter_context(self.open(place)), items, planner
-                    )
+        for place, items in self._by_place(plan).items():
+            with self.open(place) as file:
+                self._read(file, items, planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
@@ -282,9 +275,9 @@ class FileSystemReader(StorageReader):
             if self._progress is not None:
                 self._progress(count)
 
-    def _by_place(self, items: Iterator[ReadItem]) -> dict[Place, list[ReadItem]]:
+    def _by_place(self, plan: LoadPlan) -> dict[Place, list[ReadItem]]:
         found: dict[Place, list[ReadItem]] = {}
-        for item in items:
+        for item in (item for item in plan.items if item.type is LoadItemType.TENSOR):
             chunks = as_chunks(self._stored(item.storage_index.fqn).chunks)
             found.setdefault(chunks.place(_number(item)), []).append(item)
         return dict(sorted(found.items(), key=lambda pair: str(pair[0])))

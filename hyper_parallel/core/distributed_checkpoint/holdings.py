@@ -72,12 +72,13 @@ def holdings_of(
             if not is_own:
                 made.texts[name] = json.dumps(encoded)
             continue
+        entry = entry_of(name, value, world_size)
         key = (platform.memory_key(value), getattr(value, "layout", None)) if find_ties and not is_own else name
         if key in known:
             made.same_as[name] = known[key]
             continue
         known[key] = name
-        entry, made.tensors[name] = entry_of(name, value, world_size), platform.get_param_local_data(value)
+        made.tensors[name] = platform.get_param_local_data(value)
         made.entries[name] = _row(entry, world_size) if is_own else entry
         if is_own:
             made.tensors[name] = made.tensors[name].reshape(1, *entry.size)

@@ -19,6 +19,7 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import Path
+from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -34,11 +35,20 @@ class PerRank:
 def unwrapped(value: Any) -> tuple[Any, bool]:
     """A value, and whether each rank has its own; an array of which each has its own is a tensor of the same memory."""
     if not isinstance(value, PerRank):
-        return value, False
+        return as_ours(value), False
     if not isinstance(value.value, np.ndarray):
         return value.value, True
     array = value.value
     return get_platform().tensor_from_bytes(array.reshape(-1).view(np.uint8), str(array.dtype), array.shape), True
+
+
+def as_ours(value: Any) -> Any:
+    """The framework's own distributed tensors as ours, of the same memory; anything else as it is."""
+    if hasattr(value, "device_mesh") and not isinstance(value.device_mesh, DeviceMesh):
+        from hyper_parallel.core.dtensor.interop import from_native
+
+        return from_native(value)
+    return value
 
 
 @dataclass(frozen=True)

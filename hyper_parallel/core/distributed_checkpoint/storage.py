@@ -82,6 +82,9 @@ class StorageReader(ABC):
         """May change what each rank reads."""
         return plans
 
+    def check_plan(self, plan: LoadPlan) -> None:  # noqa: B027 - a storage need not be able to tell
+        """Looks at all that this rank would read; what is wrong is found before any rank fills anything."""
+
     @abstractmethod
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Reads this rank's items into the memory that the planner has for them."""
