@@ -322,9 +322,9 @@ static int take_together(Reader *r, Run *run, int *more) {
 
 static int take_box(Reader *r, int64_t from, uint8_t *to) {
     Run run = {.from = from, .to = to};
-    int state = FINE, more = 1;
+    int state = FINE, more = 1, apart = r->ndim > 0 && r->strides[r->ndim - 1] - r->run >= 2 * BLOCK;
     while (state == FINE && more)
-        if (r->run > STAGE - 2 * BLOCK) {
+        if (r->run > STAGE - 2 * BLOCK || (r->run >= LONG && apart)) {
             state = take_long(r, &run);
             more = advance(r, &run);
         } else

@@ -56,6 +56,8 @@ from hyper_parallel.platform import get_platform
 
 _OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
 
+_MOST_OPEN = 64  # files that stay open between a look at them and reading
+
 Progress = Callable[[int], None]  # is told how many more bytes were written or read
 
 
@@ -192,6 +194,7 @@ class FileSystemReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._progress = progress
         self._metadata: Metadata | None = None
+        self._opened: dict[Place, DataFile] = {}
         self.bytes_read = 0
 
     @property
@@ -223,18 +226,31 @@ class FileSystemReader(StorageReader):
         self._metadata = metadata
 
     def check_plan(self, plan: LoadPlan) -> None:
+        self.close()
         for place, items in self._by_place(plan).items():
-            with self.open(place) as file:
-                for item in items:
-                    self.entry(file, item.storage_index.fqn, self._chunk(item))
+            file = self.open(place)
+            for item in items:
+                self.entry(file, item.storage_index.fqn, self._chunk(item))
+            if len(self._opened) < _MOST_OPEN:
+                self._opened[place] = file
+            else:
+                file.close()
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        for place, items in self._by_place(plan).items():
-            with self.open(place) as file:
-                self._read(file, items, planner)
+        try:
+            for place, items in self._by_place(plan).items():
+                with self._opened.pop(place, None) or self.open(place) as file:
+                    self._read(file, items, planner)
+        finally:
+            self.close()
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
+
+    def close(self) -> None:
+        """Closes what was looked at and not read."""
+        for place in list(self._opened):
+            self._opened.pop(place).close()
 
     def open(self, place: Place) -> DataFile:
         """The data file of a place."""
@@ -280,7 +296,10 @@ class FileSystemReader(StorageReader):
         for item in (item for item in plan.items if item.type is LoadItemType.TENSOR):
             chunks = as_chunks(self._stored(item.storage_index.fqn).chunks)
             found.setdefault(chunks.place(_number(item)), []).append(item)
-        return dict(sorted(found.items(), key=lambda pair: str(pair[0])))
+        places = sorted(found, key=str)
+        platform = get_platform()
+        first = platform.get_rank() * len(places) // platform.get_world_size()  # not all ranks at one file at a time
+        return {place: found[place] for place in places[first:] + places[:first]}
 
     def _chunk(self, item: ReadItem) -> ChunkStorageMetadata:
         return as_chunks(self._stored(item.storage_index.fqn).chunks).chunk(_number(item))
