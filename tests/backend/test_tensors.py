@@ -279,3 +279,56 @@ def test_profiler_shows_the_name(platform):
     with torch.profiler.profile(activities=activities) as profile, platform.profiler_record("a step of ours"):
         torch.ones(2) + 1
     assert "a step of ours" in {event.key for event in profile.key_averages()}
+
+
+# --- memory
+
+ALL_DTYPES = [
+    "bfloat16",
+    "bool",
+    "complex128",
+    "complex64",
+    "float16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "int8",
+    "uint64",
+]
+
+
+@pytest.mark.parametrize("name", ALL_DTYPES)
+def test_the_memory_of_a_tensor_is_seen_and_written_by_numpy(platform, name):
+    tensor = platform.zeros((3, 4), dtype=platform.str_to_dtype(name))
+    items = platform.tensor_memory(tensor)
+    assert (items.shape, items.dtype.itemsize) == ((3, 4), platform.get_element_size(tensor))
+    columns = platform.tensor_memory(tensor[:, 1:3])  # a view has the gaps of its memory
+    ones = np.full(items.dtype.itemsize, 1, np.uint8).view(columns.dtype)
+    columns[...] = ones
+    assert (items[:, 1:3] == ones).all()
+    assert (items[:, 0] != ones).all()
+    again = platform.tensor_from_bytes(np.frombuffer(items.tobytes(), np.uint8).copy(), name, (3, 4))
+    assert platform.tensor_memory(again).tobytes() == items.tobytes()
+    assert again.dtype == tensor.dtype
+
+
+def test_an_empty_tensor_from_no_bytes(platform):
+    made = platform.tensor_from_bytes(np.empty(0, np.uint8), "bfloat16", (0, 3))
+    assert tuple(made.shape) == (0, 3)
+    assert platform.tensor_memory(made).shape == (0, 3)
+
+
+def test_a_host_tensor_is_contiguous_and_of_the_same_memory_where_it_can_be(platform):
+    tensor = platform.arange(12).reshape(3, 4)
+    assert platform.memory_key(platform.host_tensor(tensor)) == platform.memory_key(tensor)
+    turned = platform.host_tensor(tensor.T)
+    assert platform.tensor_memory(turned).flags.c_contiguous
+    assert turned.tolist() == tensor.T.tolist()
+
+
+def test_a_memory_key_is_equal_for_the_same_elements_alone(platform):
+    tensor = platform.arange(12).reshape(3, 4)
+    assert platform.memory_key(tensor) == platform.memory_key(tensor.detach())
+    others = [tensor.clone(), tensor[1:], tensor.T, tensor.reshape(4, 3), tensor.reshape(12)]
+    assert platform.memory_key(tensor) not in map(platform.memory_key, others)
+    assert platform.memory_key(platform.empty((0,))) != platform.memory_key(platform.empty((0,)))

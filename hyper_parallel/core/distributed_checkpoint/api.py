@@ -17,7 +17,7 @@ from hyper_parallel.core.distributed_checkpoint.background import QUEUE, AsyncSa
 from hyper_parallel.core.distributed_checkpoint.load_planner import StandardLoadPlanner
 from hyper_parallel.core.distributed_checkpoint.loading import States, agreed, planned, reader_of
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import LoadPlanner, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport
 from hyper_parallel.core.distributed_checkpoint.saving import CheckpointId, prepare
 from hyper_parallel.core.distributed_checkpoint.state_dict import nested
@@ -39,8 +39,7 @@ def save(
     each writes its part, into a folder that must be new, and the checkpoint is whole when all have.
     """
     ranks = Ranks(alone=no_dist, silent=not use_collectives)
-    ranks.together(QUEUE.drain)
-    return prepare(state_dict, checkpoint_id, storage_writer, planner, ranks).write(ranks)
+    return prepare(state_dict, checkpoint_id, storage_writer, planner, ranks, before=QUEUE.drain).write(ranks)
 
 
 def async_save(
@@ -60,10 +59,13 @@ def async_save(
     if when_busy not in ("queue", "refuse"):
         raise ValueError(f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}")
     ranks = Ranks(alone=no_dist)
-    ranks.together(lambda: QUEUE.check(refuses=when_busy == "refuse"))
-    if storage_writer is not None:
-        ranks.together(QUEUE.drain)  # it writes one checkpoint at a time
-    prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks)
+
+    def look_back() -> None:
+        QUEUE.check(refuses=when_busy == "refuse")
+        if storage_writer is not None:
+            QUEUE.drain()  # it writes one checkpoint at a time
+
+    prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks, before=look_back)
     staged = ranks.together(lambda: Staged(prepared.plan, prepared.planner))
     return QUEUE.add(replace(prepared, planner=staged), staged, ranks)
 
@@ -88,12 +90,16 @@ def load(
     chosen = planner if planner is not None else StandardLoadPlanner()
     ranks = Ranks(alone=no_dist, silent=not use_collectives)
     states = States(fills=not dry_run)
-    plan = ranks.together(lambda: planned(state_dict, checkpoint_id, reader, chosen, ranks, states))
-    plan = agreed(plan, reader, chosen, ranks)
-    if isinstance(chosen, StandardLoadPlanner) and not dry_run:
-        ranks.together(lambda: chosen.check(strict=strict))
+
+    def plan_and_look() -> LoadPlan:
+        plan = planned(state_dict, checkpoint_id, reader, chosen, ranks, states)
+        if isinstance(chosen, StandardLoadPlanner) and not dry_run:
+            chosen.check(strict=strict)
+            reader.check_plan(plan)
+        return plan
+
+    plan = agreed(ranks.together(plan_and_look), reader, chosen, ranks)
     if not dry_run:
-        ranks.together(lambda: reader.check_plan(plan))
         ranks.together(lambda: reader.execute_read(plan, chosen))
         states.give_back()
     report = chosen.report() if isinstance(chosen, StandardLoadPlanner) else LoadReport()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,14 +47,19 @@ def prepare(
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     ranks: Ranks,
+    before: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Plans a save: each rank by itself if they all have the same, else from what they tell each other."""
+    """Plans a save: each rank by itself if they all have the same, else from what they tell each other.
+
+    What must be done ``before`` may fail on one rank, as everything here.
+    """
     if storage_writer is None and checkpoint_id is None:
         raise ValueError("save: expected checkpoint_id (a folder) or storage_writer, got neither")
     writer = storage_writer if storage_writer is not None else FileSystemWriter()
     chosen = planner if planner is not None else StandardSavePlanner()
 
     def look() -> bytes | None:
+        before()
         writer.initialize_writer(checkpoint_id)
         writer.configure_writer(ranks.is_coordinator)
         options = {"rank": ranks.rank, "world_size": ranks.world_size, "is_coordinator": ranks.is_coordinator}

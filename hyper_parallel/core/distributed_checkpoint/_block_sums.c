@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * CRC-32 as zlib computes it, of blocks of 4096 bytes, at the speed of memory; and a box of a stored array read and
- * compared with such sums while it is in the cache. checksum.py and data_file.py do the same in Python where this is
- * not built. Nothing here holds Python's lock while it works.
+ * XXH3 of blocks of 4096 bytes, faster than memory; and a box of a stored array read to where it belongs and compared
+ * with such sums while it is in the cache. checksum.py and data_file.py do the same in Python where this is not built.
+ * Nothing here holds Python's lock while it works.
  */
 #define PY_SSIZE_T_CLEAN
 #define _FILE_OFFSET_BITS 64
@@ -10,190 +10,124 @@
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/uio.h>
 
-#define BLOCK 4096
-#define POLYNOMIAL 0xEDB88320u /* bit i is the coefficient of x^(31-i), as in everything below */
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "numbers are read as they lie in memory, lowest byte first"
+#endif
 
-/* --- eight bytes a step, by tables: for short rests, and for processors without anything better */
-
-static uint32_t table[8][256]; /* table[k][b]: the byte b, followed by k zero bytes */
-
-static uint32_t times_x(uint32_t a) { return (a >> 1) ^ (a & 1 ? POLYNOMIAL : 0); }
-
-static void fill_table(void) {
-    for (uint32_t byte = 0; byte < 256; byte++) {
-        uint32_t sum = byte;
-        for (int bit = 0; bit < 8; bit++) sum = times_x(sum);
-        table[0][byte] = sum;
-    }
-    for (int k = 1; k < 8; k++)
-        for (int byte = 0; byte < 256; byte++)
-            table[k][byte] = (table[k - 1][byte] >> 8) ^ table[0][table[k - 1][byte] & 255];
-}
-
-/* All of these take and give the sum without the inversion at both ends. */
-static uint32_t by_table(uint32_t sum, const uint8_t *data, size_t size) {
-    for (; size >= 8; data += 8, size -= 8) {
-        uint32_t first = sum ^ (data[0] | data[1] << 8 | data[2] << 16 | (uint32_t)data[3] << 24);
-        sum = table[7][first & 255] ^ table[6][first >> 8 & 255] ^ table[5][first >> 16 & 255] ^ table[4][first >> 24] ^
-              table[3][data[4]] ^ table[2][data[5]] ^ table[1][data[6]] ^ table[0][data[7]];
-    }
-    for (; size > 0; data++, size--) sum = (sum >> 8) ^ table[0][(sum ^ *data) & 255];
-    return sum;
-}
-
-typedef uint32_t (*Update)(uint32_t sum, const uint8_t *data, size_t size);
-typedef uint32_t (*Carry)(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to);
-static Update update = by_table;
-static struct { const char *name; Update update; } ways[3]; /* that this processor has, the best one last */
-static int way_count;
-
-static void offer(const char *name, Update with) {
-    ways[way_count].name = name, ways[way_count++].update = with;
-    update = with;
-}
-
-/* The sum of bytes that are copied at the same time. */
-static uint32_t carry_by_copy(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to) {
-    memcpy(to, data, size);
-    return update(sum, data, size);
-}
-
-static Carry carry = carry_by_copy;
-
-/* --- x86: multiplication of polynomials
+/* --- XXH3-64 with seed 0 and the secret of its specification, of 4096 bytes
  *
- * The sum is the data's polynomial mod P. 16 bytes (A, B), eight each, that are followed by D more bits count as
- * A x^(D+64) + B x^D, so they can be replaced by A (x^(D+64) mod P) + B (x^D mod P), added to the 16 bytes D bits later.
- * The product of two reflected 64-bit numbers comes out one bit low, which is why the powers below are one less. Eight
- * lanes of 16 bytes are folded onto the next 128 bytes until less is left, then onto one lane, whose own sum is what
- * the tables make of it.
+ * Eight lanes take up 64 stripes of 64 bytes, each with its own part of the secret, and are scrambled after each 16 of
+ * them but the last 16, whose last stripe has a part of its own.
  */
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
+#define BLOCK 4096
 #define LANES 8
-#define STRIDE (16 * LANES)
+#define GROUPS 4
+#define STRIPES 16 /* of a group */
+#define PRIME32_1 0x9E3779B1u
+#define PRIME64_1 0x9E3779B185EBCA87u
 
-static uint64_t factors[LANES + 1][2]; /* [n]: those of A and B for a fold onto the lane that is n lanes later */
+static const uint64_t start_of_lanes[LANES] = {
+    0xC2B2AE3D, PRIME64_1,  0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+    0x85EBCA77, 0x27D4EB2F165667C5, PRIME32_1,
+};
+static const uint64_t secret[24] = {
+    0xBE4BA423396CFEB8, 0x1CAD21F72C81017C, 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072,
+    0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82, 0x8E2443F7744608B8, 0x4C263A81E69035E0,
+    0xCB00C391BB52283C, 0xA32E531B8B65D088, 0x4EF90DA297486471, 0xD8ACDEA946EF1938,
+    0x3F349CE33F76FAA8, 0x1D4F0BC7C7BBDCF9, 0x3159B4CD4BE0518A, 0x647378D9C97E9FC8,
+    0xC3EBD33483ACC5EA, 0xEB6313FAFFA081C5, 0x49DAF0B751DD0D17, 0x9E68D429265516D3,
+    0xFCA1477D58BE162B, 0xCE31D07AD1B8F88F, 0x280416958F3ACB45, 0x7E404BBBCAFBD7AF,
+};
 
-static uint64_t power(int n) {
-    uint32_t a = 0x80000000u; /* x^0 */
-    while (n-- > 0) a = times_x(a);
-    return (uint64_t)a << 32; /* as a reflected polynomial of degree 63 */
+/* Parts of the secret begin at any byte. */
+static const uint8_t *secret_at(int byte) { return (const uint8_t *)secret + byte; }
+
+static const uint8_t *key_of(int group, int stripe) {
+    return secret_at(group == GROUPS - 1 && stripe == STRIPES - 1 ? 121 : 8 * stripe);
 }
 
-static void fill_factors(void) {
-    for (int n = 1; n <= LANES; n++) factors[n][0] = power(128 * n + 64 - 1), factors[n][1] = power(128 * n - 1);
+static uint64_t number_at(const uint8_t *bytes, int lane) {
+    uint64_t number;
+    memcpy(&number, bytes + 8 * lane, 8);
+    return number;
 }
 
-#define INLINED static inline __attribute__((always_inline))
-#define WITH_MULTIPLICATION __attribute__((target("pclmul,sse4.1")))
-#define WITH_WIDE_MULTIPLICATION __attribute__((target("vpclmulqdq,pclmul,avx2")))
-
-/* Inlined, so that each caller has them in its own encoding of instructions. */
-WITH_MULTIPLICATION INLINED __m128i folded(__m128i lane, __m128i by, __m128i onto) {
-    __m128i a = _mm_clmulepi64_si128(lane, by, 0x00), b = _mm_clmulepi64_si128(lane, by, 0x11);
-    return _mm_xor_si128(_mm_xor_si128(a, b), onto);
-}
-
-/* The sum of what is in the lanes: each half of them is folded onto the next, until one is left. */
-WITH_MULTIPLICATION INLINED uint32_t sum_of_lanes(__m128i *lanes) {
-    uint8_t bytes[16];
-#pragma GCC unroll 3
-    for (int half = LANES / 2; half > 0; lanes += half, half /= 2)
-#pragma GCC unroll 4
-        for (int i = 0; i < half; i++)
-            lanes[half + i] = folded(lanes[i], _mm_loadu_si128((const __m128i *)factors[half]), lanes[half + i]);
-    _mm_storeu_si128((__m128i *)bytes, *lanes);
-    return by_table(0, bytes, 16);
-}
-
-WITH_MULTIPLICATION static uint32_t by_multiplication(uint32_t sum, const uint8_t *data, size_t size) {
-    if (size < STRIDE) return by_table(sum, data, size);
-    __m128i by = _mm_loadu_si128((const __m128i *)factors[LANES]), lanes[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i++) lanes[i] = _mm_loadu_si128((const __m128i *)data + i);
-    lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128((int)sum));
-    for (data += STRIDE, size -= STRIDE; size >= STRIDE; data += STRIDE, size -= STRIDE)
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES; i++) lanes[i] = folded(lanes[i], by, _mm_loadu_si128((const __m128i *)data + i));
-    return by_table(sum_of_lanes(lanes), data, size);
-}
-
-WITH_WIDE_MULTIPLICATION INLINED __m256i folded_pair(__m256i pair, __m256i by, __m256i onto) {
-    __m256i a = _mm256_clmulepi64_epi128(pair, by, 0x00), b = _mm256_clmulepi64_epi128(pair, by, 0x11);
-    return _mm256_xor_si256(_mm256_xor_si256(a, b), onto);
-}
-
-/* The same, two lanes in one register. */
-WITH_WIDE_MULTIPLICATION static uint32_t by_wide_multiplication(uint32_t sum, const uint8_t *data, size_t size) {
-    if (size < STRIDE) return by_table(sum, data, size);
-    __m256i by = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)factors[LANES])), pairs[LANES / 2];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES / 2; i++) pairs[i] = _mm256_loadu_si256((const __m256i *)data + i);
-    pairs[0] = _mm256_xor_si256(pairs[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)sum)));
-    for (data += STRIDE, size -= STRIDE; size >= STRIDE; data += STRIDE, size -= STRIDE)
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++)
-            pairs[i] = folded_pair(pairs[i], by, _mm256_loadu_si256((const __m256i *)data + i));
-    return by_table(sum_of_lanes((__m128i *)pairs), data, size);
-}
-
-/* The same for bytes that go elsewhere, past the cache, which has better things to hold: the sum costs next to nothing,
- * as the processor would only wait for memory. */
-WITH_WIDE_MULTIPLICATION static uint32_t carry_past_cache(uint32_t sum, const uint8_t *data, size_t size, uint8_t *to) {
-    if (size % STRIDE || (uintptr_t)to % 32) return carry_by_copy(sum, data, size, to);
-    __m256i by = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)factors[LANES])), pairs[LANES / 2];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES / 2; i++) {
-        pairs[i] = _mm256_loadu_si256((const __m256i *)data + i);
-        _mm256_stream_si256((__m256i *)to + i, pairs[i]);
+static uint64_t merged(const uint64_t *lanes) {
+    uint64_t sum = BLOCK * PRIME64_1;
+    for (int i = 0; i < LANES; i += 2) {
+        unsigned __int128 product = lanes[i] ^ number_at(secret_at(11), i);
+        product *= lanes[i + 1] ^ number_at(secret_at(11), i + 1);
+        sum += (uint64_t)product ^ (uint64_t)(product >> 64);
     }
-    pairs[0] = _mm256_xor_si256(pairs[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)sum)));
-    for (size_t at = STRIDE; at < size; at += STRIDE)
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            __m256i next = _mm256_loadu_si256((const __m256i *)(data + at) + i);
-            _mm256_stream_si256((__m256i *)(to + at) + i, next);
-            pairs[i] = folded_pair(pairs[i], by, next);
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9u;
+    return sum ^ sum >> 32;
+}
+
+static uint64_t plainly(const uint8_t *block) {
+    uint64_t lanes[LANES];
+    memcpy(lanes, start_of_lanes, sizeof lanes);
+    for (int group = 0; group < GROUPS; group++) {
+        for (int stripe = 0; stripe < STRIPES; stripe++, block += 8 * LANES)
+            for (int i = 0; i < LANES; i++) {
+                uint64_t number = number_at(block, i), mixed = number ^ number_at(key_of(group, stripe), i);
+                lanes[i ^ 1] += number;
+                lanes[i] += (mixed & 0xFFFFFFFF) * (mixed >> 32);
+            }
+        for (int i = 0; i < LANES && group < GROUPS - 1; i++)
+            lanes[i] = (lanes[i] ^ lanes[i] >> 47 ^ number_at(secret_at(128), i)) * PRIME32_1;
+    }
+    return merged(lanes);
+}
+
+typedef uint64_t (*Sum)(const uint8_t *block);
+static struct { const char *name; Sum sum; } ways[2] = {{"plain", plainly}}; /* that this processor has */
+static int way_count = 1;
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define LOAD(from, half) _mm256_loadu_si256((const __m256i *)(from) + (half))
+
+/* The same, four lanes in a register. */
+__attribute__((target("avx2"))) static uint64_t by_avx2(const uint8_t *block) {
+    __m256i lanes[2] = {LOAD(start_of_lanes, 0), LOAD(start_of_lanes, 1)}, prime = _mm256_set1_epi64x(PRIME32_1);
+    for (int group = 0; group < GROUPS; group++) {
+#pragma GCC unroll 16
+        for (int stripe = 0; stripe < STRIPES; stripe++, block += 8 * LANES)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                __m256i numbers = LOAD(block, half), mixed = numbers ^ LOAD(key_of(group, stripe), half);
+                __m256i products = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+                __m256i neighbours = _mm256_shuffle_epi32(numbers, _MM_SHUFFLE(1, 0, 3, 2));
+                lanes[half] = _mm256_add_epi64(lanes[half], _mm256_add_epi64(products, neighbours));
+            }
+        for (int half = 0; half < 2 && group < GROUPS - 1; half++) {
+            __m256i mixed = lanes[half] ^ _mm256_srli_epi64(lanes[half], 47) ^ LOAD(secret_at(128), half);
+            __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+            lanes[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
         }
-    return sum_of_lanes((__m128i *)pairs);
+    }
+    uint64_t found[LANES];
+    memcpy(found, lanes, sizeof found);
+    return merged(found);
 }
 
 static void choose(void) {
-    fill_factors();
-    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1")) return;
-    offer("pclmulqdq", by_multiplication);
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("vpclmulqdq")) return;
-    offer("vpclmulqdq", by_wide_multiplication);
-    carry = carry_past_cache;
+    if (way_count == 1 && __builtin_cpu_supports("avx2")) ways[way_count].name = "avx2", ways[way_count++].sum = by_avx2;
 }
-
-static void settle(void) { _mm_sfence(); } /* what went past the cache is seen by all */
-
-/* --- ARM has an instruction for eight bytes. Untested on hardware. */
-#elif defined(__ARM_FEATURE_CRC32) && defined(__AARCH64EL__)
-#include <arm_acle.h>
-
-static uint32_t by_instruction(uint32_t sum, const uint8_t *data, size_t size) {
-    for (; size >= 8; data += 8, size -= 8) {
-        uint64_t next;
-        memcpy(&next, data, 8);
-        sum = __crc32d(sum, next);
-    }
-    for (; size > 0; data++, size--) sum = __crc32b(sum, *data);
-    return sum;
-}
-
-static void choose(void) { offer("crc32d", by_instruction); }
-static void settle(void) {}
 #else
 static void choose(void) {}
-static void settle(void) {}
 #endif
 
-static uint32_t crc(const uint8_t *data, size_t size) { return ~update(~0u, data, size); }
+/* The sum of a block, which counts as filled up with zeros if it is shorter. */
+static uint64_t sum_of(Sum way, const uint8_t *data, int64_t size) {
+    if (size >= BLOCK) return way(data);
+    uint8_t padded[BLOCK] = {0};
+    memcpy(padded, data, (size_t)size);
+    return way(padded);
+}
 
 /* --- a box of an array in a file
  *
