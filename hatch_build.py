@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("hyper_parallel/core/shard/_fast.c", "hyper_parallel/core/distributed_checkpoint/_crc32.c")
+SOURCES = ("hyper_parallel/core/shard/_fast.c", "hyper_parallel/core/distributed_checkpoint/_block_sums.c")
 
 
 class CompileFastPaths(BuildHookInterface):

@@ -131,12 +131,12 @@ static uint64_t sum_of(Sum way, const uint8_t *data, int64_t size) {
 
 /* --- a box of an array in a file
  *
- * The box is made of runs: bytes that follow each other both in the file and in memory. What is compared goes through a
- * buffer that stays in the cache, and is compared on its way from there; what is not is read to where it belongs.
- * Short runs are read together, and with them what lies between two of them if that is no more than a block.
+ * The box is made of runs: bytes that follow each other both in the file and in memory. Long runs are read to where they
+ * belong and compared there, but for the blocks of which they have only a part, or that are shorter: these go through a
+ * buffer. Short runs are read together, and with them what lies between two of them if that is no more than a block.
  */
-#define STAGE (128 * 1024)
-#define LONG (2 * BLOCK) /* runs from here on are compared on their way, shorter ones before */
+#define STEP (128 * 1024) /* stays in the cache until it is compared */
+#define LONG (2 * BLOCK)
 #define MOST_DIMS 64
 
 enum { FINE, FAILED, ENDED, DAMAGED };
@@ -144,7 +144,7 @@ enum { FINE, FAILED, ENDED, DAMAGED };
 typedef struct {
     int fd;
     int64_t start, nbytes; /* of the chunk in the file; all other positions count from its start */
-    const uint32_t *sums;  /* of its blocks from the first one that is needed; NULL: do not compare */
+    const uint64_t *sums;  /* of its blocks from the first one that is needed; NULL: do not compare */
     int64_t first_block, unit; /* unit: reading begins and ends at multiples of this */
     int64_t bytes_read, bad_block;
     int ndim; /* dims over which runs are spread, the last one fastest */
@@ -172,63 +172,55 @@ static int advance(const Reader *r, Run *run) {
     return 0;
 }
 
-static int fill(Reader *r, int64_t at, uint8_t *to, int64_t size) {
-    while (size > 0) {
-        ssize_t got = pread(r->fd, to, (size_t)size, (off_t)(r->start + at));
+/* Fills parts of memory, one after the other, with what follows each other in the file. */
+static int fill(Reader *r, int64_t at, struct iovec *parts, int count) {
+    for (;;) {
+        for (; count > 0 && parts->iov_len == 0; count--) parts++;
+        if (count == 0) return FINE;
+        ssize_t got = preadv(r->fd, parts, count, (off_t)(r->start + at));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return FAILED;
         if (got == 0) return ENDED;
-        at += got, to += got, size -= got, r->bytes_read += got;
+        at += got, r->bytes_read += got;
+        for (struct iovec *part = parts; got > 0; part++) {
+            size_t here = (size_t)got < part->iov_len ? (size_t)got : part->iov_len;
+            part->iov_base = (uint8_t *)part->iov_base + here, part->iov_len -= here, got -= (ssize_t)here;
+        }
     }
+}
+
+/* Compares the blocks from one position to another, both of which are ends of blocks. */
+static int compare(Reader *r, const uint8_t *data, int64_t begin, int64_t end) {
+    if (r->sums == NULL) return FINE;
+    for (int64_t at = begin; at < end; at += BLOCK)
+        if (sum_of(ways[way_count - 1].sum, data + (at - begin), end - at) != r->sums[at / BLOCK - r->first_block]) {
+            r->bad_block = at / BLOCK;
+            return DAMAGED;
+        }
     return FINE;
 }
 
-static int checked(Reader *r, int64_t block, uint32_t sum) {
-    if (~sum == r->sums[block - r->first_block]) return FINE;
-    r->bad_block = block;
-    return DAMAGED;
-}
-
-static int64_t block_size(const Reader *r, int64_t block) {
-    int64_t rest = r->nbytes - block * BLOCK;
-    return rest < BLOCK ? rest : BLOCK;
-}
-
-/* Compares all blocks that are in the buffer, which begins at a block. */
-static int compare(Reader *r, int64_t begin, int64_t end) {
-    int state = FINE;
-    for (int64_t block = begin / BLOCK; state == FINE && block * BLOCK < end; block++)
-        state = checked(r, block, update(~0u, r->stage + (block * BLOCK - begin), (size_t)block_size(r, block)));
+/* One step of a run, from ``at`` to ``next``, which are ends of blocks: those from ``first`` to ``last`` are whole. */
+static int take_step(Reader *r, const Run *run, int64_t at, int64_t next) {
+    int64_t end = run->from + r->run, first = at < run->from ? at + BLOCK : at, last = down(r, next < end ? next : end);
+    uint8_t *place = run->to + (first - run->from), *before = r->stage, *behind = r->stage + BLOCK;
+    size_t whole = (size_t)(last - first), rest = (size_t)(next - last);
+    struct iovec parts[] = {{before, (size_t)(first - at)}, {place, whole}, {behind, rest}};
+    int state = fill(r, at, parts, rest > 0 ? 3 : 2);
+    if (state == FINE) state = compare(r, before, at, first);
+    if (state == FINE) state = compare(r, place, first, last);
+    if (state == FINE) state = compare(r, behind, last, next);
+    if (state == FINE && at < first) memcpy(run->to, before + (run->from - at), (size_t)(first - run->from));
+    if (state == FINE && rest > 0) memcpy(place + whole, behind, (size_t)(end - last));
     return state;
 }
 
-/* Takes bytes out of the buffer, which begins at a block, and compares the blocks that they are in. */
-static int deliver(Reader *r, int64_t begin, int64_t from, int64_t end, uint8_t *to) {
-    int state = FINE;
-    for (int64_t block = from / BLOCK; state == FINE && block * BLOCK < end; block++) {
-        int64_t at = block * BLOCK, size = block_size(r, block);
-        const uint8_t *data = r->stage + (at - begin);
-        if (from <= at && at + size <= end)
-            state = checked(r, block, carry(~0u, data, (size_t)size, to + (at - from)));
-        else {
-            int64_t first = from > at ? from : at, last = end < at + size ? end : at + size;
-            memcpy(to + (first - from), data + (first - at), (size_t)(last - first));
-            state = checked(r, block, update(~0u, data, (size_t)size));
-        }
-    }
-    return state;
-}
-
-/* One run, in as many steps as it needs. */
 static int take_long(Reader *r, const Run *run) {
-    if (r->sums == NULL) return fill(r, run->from, run->to, r->run);
-    int64_t end = run->from + r->run, next;
+    int64_t end = up(r, run->from + r->run), next;
     int state = FINE;
-    for (int64_t from = run->from; state == FINE && from < end; from = next) {
-        int64_t begin = down(r, from);
-        next = end - begin < STAGE ? end : begin + STAGE;
-        state = fill(r, begin, r->stage, up(r, next) - begin);
-        if (state == FINE) state = deliver(r, begin, from, next, run->to + (from - run->from));
+    for (int64_t at = down(r, run->from); state == FINE && at < end; at = next) {
+        next = end - at < STEP ? end : at + STEP;
+        state = take_step(r, run, at, next);
     }
     return state;
 }
@@ -239,16 +231,14 @@ static int take_together(Reader *r, Run *run, int *more) {
     int64_t begin = down(r, run->from), last = run->from + r->run, end = up(r, last), count = 1;
     for (; advance(r, &ahead); count++) {
         int64_t next = up(r, ahead.from + r->run);
-        if (ahead.from < last || down(r, ahead.from) - end > BLOCK || next - begin > STAGE) break;
+        if (ahead.from < last || down(r, ahead.from) - end > BLOCK || next - begin > STEP) break;
         last = ahead.from + r->run, end = next;
     }
-    int state = fill(r, begin, r->stage, end - begin), on_the_way = r->sums != NULL && r->run >= LONG;
-    if (state == FINE && r->sums != NULL && !on_the_way) state = compare(r, begin, end);
+    struct iovec stage = {r->stage, (size_t)(end - begin)};
+    int state = fill(r, begin, &stage, 1);
+    if (state == FINE) state = compare(r, r->stage, begin, end);
     for (*more = 1; state == FINE && count > 0; count--) {
-        if (on_the_way)
-            state = deliver(r, begin, run->from, run->from + r->run, run->to);
-        else
-            memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
+        memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
         *more = advance(r, run);
     }
     return state;
@@ -256,46 +246,31 @@ static int take_together(Reader *r, Run *run, int *more) {
 
 static int take_box(Reader *r, int64_t from, uint8_t *to) {
     Run run = {.from = from, .to = to};
-    int state = FINE, more = 1, apart = r->ndim > 0 && r->strides[r->ndim - 1] - r->run >= 2 * BLOCK;
+    int state = FINE, more = 1;
     while (state == FINE && more)
-        if (r->run > STAGE - 2 * BLOCK || (r->run >= LONG && apart)) {
+        if (r->run >= LONG) {
             state = take_long(r, &run);
             more = advance(r, &run);
         } else
             state = take_together(r, &run, &more);
-    settle();
     return state;
 }
 
 /* --- Python */
 
-static PyObject *py_crc32(PyObject *self, PyObject *args) {
-    Py_buffer view;
-    int number = way_count - 1;
-    if (!PyArg_ParseTuple(args, "y*|i:crc32", &view, &number)) return NULL;
-    uint32_t sum = 0;
-    int known = number >= 0 && number < way_count;
-    Py_BEGIN_ALLOW_THREADS
-    if (known) sum = ~ways[number].update(~0u, view.buf, (size_t)view.len);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
-    return known ? PyLong_FromUnsignedLong(sum) : PyErr_Format(PyExc_ValueError, "crc32: there is no way %d", number);
-}
-
 static PyObject *py_block_sums(PyObject *self, PyObject *args) {
     Py_buffer data, sums;
-    if (!PyArg_ParseTuple(args, "y*w*:block_sums", &data, &sums)) return NULL;
+    int way = way_count - 1;
+    if (!PyArg_ParseTuple(args, "y*w*|i:block_sums", &data, &sums, &way)) return NULL;
     Py_ssize_t blocks = (data.len + BLOCK - 1) / BLOCK;
-    int fits = sums.len == blocks * 4;
+    int fits = sums.len == blocks * 8 && way >= 0 && way < way_count;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < blocks; i++) {
-            Py_ssize_t rest = data.len - i * BLOCK;
-            ((uint32_t *)sums.buf)[i] = crc((const uint8_t *)data.buf + i * BLOCK, rest < BLOCK ? (size_t)rest : BLOCK);
-        }
+        for (Py_ssize_t i = 0; i < blocks; i++)
+            ((uint64_t *)sums.buf)[i] = sum_of(ways[way].sum, (uint8_t *)data.buf + i * BLOCK, data.len - i * BLOCK);
         Py_END_ALLOW_THREADS
     } else
-        PyErr_SetString(PyExc_ValueError, "block_sums: there must be four bytes for the sum of each block");
+        PyErr_Format(PyExc_ValueError, "block_sums: expected eight bytes a block and a way below %d", way_count);
     PyBuffer_Release(&data);
     PyBuffer_Release(&sums);
     if (!fits) return NULL;
@@ -316,7 +291,7 @@ static int lay_out(Reader *r, int64_t from, PyObject *strides, const Py_buffer *
     }
     if (from < 0 || r->start < 0 || last < from || last > r->nbytes - out->itemsize) goto wrong;
     int64_t begin = from / BLOCK, end = (last + out->itemsize - 1) / BLOCK;
-    if (r->sums != NULL && (begin < r->first_block || end - r->first_block >= sums->len / 4)) goto wrong;
+    if (r->sums != NULL && (begin < r->first_block || end - r->first_block >= sums->len / 8)) goto wrong;
     r->run = out->itemsize, r->ndim = out->ndim;
     for (; r->ndim > 0; r->ndim--) { /* dims in which the bytes go on in both are part of the run */
         int d = r->ndim - 1;
@@ -332,7 +307,7 @@ wrong:
 }
 
 static PyObject *box_read(Reader *r, int64_t from, const Py_buffer *out) {
-    if ((r->stage = PyMem_RawMalloc(STAGE)) == NULL) return PyErr_NoMemory();
+    if ((r->stage = PyMem_RawMalloc(STEP)) == NULL) return PyErr_NoMemory();
     int state;
     Py_BEGIN_ALLOW_THREADS
     state = take_box(r, from, out->buf);
@@ -368,8 +343,8 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"crc32", py_crc32, METH_VARARGS, "crc32(data, way): zlib's CRC-32 of contiguous bytes, by one of ``ways``."},
-    {"block_sums", py_block_sums, METH_VARARGS, "block_sums(data, sums): fills sums with that of each block."},
+    {"block_sums", py_block_sums, METH_VARARGS,
+     "block_sums(data, sums, way): fills sums with that of each block, by one of ``ways``, the last if none is given."},
     {"read_box", py_read_box, METH_VARARGS,
      "read_box(fd, start, nbytes, offset, strides, out, sums, first_block) -> (bytes read, damaged block or -1)\n\n"
      "Fills the array with the box of a chunk that begins at an offset and has these strides, both in bytes."},
@@ -378,18 +353,14 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "hyper_parallel.core.distributed_checkpoint._crc32",
+    .m_name = "hyper_parallel.core.distributed_checkpoint._block_sums",
     .m_doc = "Checksums of blocks, compiled.",
     .m_size = -1,
     .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit__crc32(void) {
-    if (way_count == 0) {
-        fill_table();
-        offer("tables", by_table);
-        choose();
-    }
+PyMODINIT_FUNC PyInit__block_sums(void) {
+    choose();
     PyObject *made = PyModule_Create(&module), *names = PyTuple_New(way_count);
     if (made == NULL || names == NULL) return NULL;
     for (int i = 0; i < way_count; i++) PyTuple_SET_ITEM(names, i, PyUnicode_FromString(ways[i].name));

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32, as zlib computes it, of every block of 4096 bytes: compiled where that was built, else with zlib itself.
+"""XXH3-64 of every block of 4096 bytes: compiled where that was built, else with numpy.
 
-block_sums(np.zeros(10_000, np.uint8))      three sums, the last one of 1808 bytes
+block_sums(np.zeros(10_000, np.uint8))      three sums, the last one of 1808 bytes and 2288 zeros
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import zlib
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,31 @@ from numpy.typing import NDArray
 BLOCK = 4096
 HYPER_PARALLEL_PURE_PYTHON = "HYPER_PARALLEL_PURE_PYTHON"
 
+# The constants of XXH3's specification. A block has 4 groups of 16 stripes of 8 numbers, for each of which there is a
+# part of the secret.
+_PRIME32_1, _PRIME64_1 = 0x9E3779B1, 0x9E3779B185EBCA87
+_LANES = np.array(
+    [0xC2B2AE3D, _PRIME64_1, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x85EBCA77,
+     0x27D4EB2F165667C5, _PRIME32_1], np.uint64
+)  # fmt: skip
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_KEYS = np.array([[np.frombuffer(_SECRET, "<u8", 8, 8 * stripe) for stripe in range(16)]] * 4)
+_KEYS[3, 15] = np.frombuffer(_SECRET, "<u8", 8, 121)
+_SCRAMBLE, _MERGE = (np.frombuffer(_SECRET, "<u8", 8, at) for at in (128, 11))
+_LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
+
 
 def _compiled() -> Any:
     """The compiled sums, where they were built and are wanted."""
     if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in ("", "0", "false", "no"):
         return None
     try:
-        return importlib.import_module("hyper_parallel.core.distributed_checkpoint._crc32")
+        return importlib.import_module("hyper_parallel.core.distributed_checkpoint._block_sums")
     except ImportError:
         return None
 
@@ -31,18 +48,36 @@ def _compiled() -> Any:
 fast = _compiled()
 
 
-def crc32(data: Any) -> int:
-    """zlib's CRC-32 of contiguous bytes."""
-    return zlib.crc32(data) if fast is None else int(fast.crc32(data))
-
-
-def block_sums(data: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The CRC-32 of each block of a contiguous byte array; the last block may be shorter."""
-    sums = np.empty(-(-data.nbytes // BLOCK), np.uint32)
+def block_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The XXH3-64 of each block of a contiguous byte array; the last block counts as filled up with zeros."""
+    count = -(-data.nbytes // BLOCK)
     if fast is not None:
+        sums = np.empty(count, np.uint64)
         fast.block_sums(data, sums)
         return sums
-    view = data.data
-    for block in range(len(sums)):
-        sums[block] = zlib.crc32(view[block * BLOCK : (block + 1) * BLOCK])
-    return sums
+    blocks = np.zeros(count * BLOCK, np.uint8)
+    blocks[: data.nbytes] = data
+    return _sums(blocks.view("<u8").reshape(count, 4, 16, 8))
+
+
+def _sums(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed = numbers ^ _KEYS
+    taken = (mixed & _LOW) * (mixed >> _HALF)
+    taken += numbers[..., [1, 0, 3, 2, 5, 4, 7, 6]]
+    lanes = np.broadcast_to(_LANES, (len(numbers), 8))
+    for group, added in enumerate(np.moveaxis(taken.sum(2), 1, 0)):
+        lanes = lanes + added
+        if group < 3:
+            lanes = (lanes ^ lanes >> np.uint64(47) ^ _SCRAMBLE) * np.uint64(_PRIME32_1)
+    lanes = lanes ^ _MERGE
+    sums = _folded(lanes[:, ::2], lanes[:, 1::2]).sum(1) + np.uint64(BLOCK * _PRIME64_1 % 2**64)
+    sums = (sums ^ sums >> np.uint64(37)) * np.uint64(0x165667919E3779F9)
+    return np.asarray(sums ^ sums >> _HALF, np.uint64)
+
+
+def _folded(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Both halves of the products of 128 bits, one on the other."""
+    low, cross = (a & _LOW) * (b & _LOW), (a >> _HALF) * (b & _LOW)
+    middle = (a & _LOW) * (b >> _HALF) + (low >> _HALF) + (cross & _LOW)
+    high = (a >> _HALF) * (b >> _HALF) + (middle >> _HALF) + (cross >> _HALF)
+    return np.asarray(high ^ a * b, np.uint64)

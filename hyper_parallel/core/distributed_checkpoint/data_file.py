@@ -27,7 +27,7 @@ from hyper_parallel.core.distributed_checkpoint.header import Entry, build_heade
 
 STEP = 64 * BLOCK  # what is written, or read and compared, at a time: it stays in the processor's cache
 UNINTERRUPTED = 2**26  # bytes of the file that compiled code goes over before Python can act on a signal
-SUM = np.dtype("<u4")
+SUM = np.dtype("<u8")
 Progress = Callable[[int], None]  # gets the bytes that were moved since the last call
 
 
@@ -116,7 +116,7 @@ def _write(
         os.close(fd)
 
 
-def _write_chunk(fd: int, chunk: Entry, memory: Bytes, sums: NDArray[np.uint32], progress: Progress | None) -> None:
+def _write_chunk(fd: int, chunk: Entry, memory: Bytes, sums: NDArray[np.uint64], progress: Progress | None) -> None:
     if memory.nbytes != chunk.nbytes:
         raise CheckpointError(f"{chunk.nbytes} bytes were expected, {memory.nbytes} came", field=chunk.key)
     for at in range(0, chunk.nbytes, STEP):
@@ -195,7 +195,7 @@ class DataFile:
         size = _regular_size(fd, path)
         self.path, self.is_ours, self._fd = Path(path), ours, fd
         self.header = parse_header(read_head(fd, path), size, path, ours=ours)
-        self._known: tuple[str, int, NDArray[np.uint32]] = ("", 0, np.empty(0, np.uint32))  # key, first block, sums
+        self._known: tuple[str, int, NDArray[np.uint64]] = ("", 0, np.empty(0, np.uint64))  # key, first block, sums
         for name, wanted, found in (("tag", tag, self.header.tag), ("rank", rank, self.header.rank)):
             if wanted is not None and wanted != found:
                 told = f"{wanted} was expected, {found} came; the file is of another checkpoint or was renamed"
@@ -263,7 +263,7 @@ class DataFile:
         told = f"{place}, do not have the checksum that was stored; the file is damaged, use another checkpoint"
         return CheckpointError(told, file=self.path, field=entry.key)
 
-    def _sums(self, entry: Entry, first: int, end: int) -> tuple[NDArray[np.uint32] | None, int, int]:
+    def _sums(self, entry: Entry, first: int, end: int) -> tuple[NDArray[np.uint64] | None, int, int]:
         """(sums from some block on that have those of the blocks asked for, that block, bytes read for it)."""
         if self.header.sums is None:
             return None, 0, 0
@@ -272,8 +272,8 @@ class DataFile:
             return known, known_first, 0
         stored = np.empty(end - first, SUM)
         if end > first:
-            self.fill(self.header.sums.start + 4 * (entry.first_block + first), stored.view(np.uint8), entry.key)
-        sums = stored.astype(np.uint32, copy=False)
+            self.fill(self.header.sums.start + SUM.itemsize * (entry.first_block + first), stored.view(np.uint8), entry.key)
+        sums = stored.astype(np.uint64, copy=False)
         self._known = (entry.key, first, sums)
         return sums, first, stored.nbytes
 
@@ -281,7 +281,7 @@ class DataFile:
 class _Chunk:
     """Reads from one chunk of an open file and compares blocks with sums, which begin with that of block ``first``."""
 
-    def __init__(self, file: DataFile, entry: Entry, sums: NDArray[np.uint32] | None, first: int) -> None:
+    def __init__(self, file: DataFile, entry: Entry, sums: NDArray[np.uint64] | None, first: int) -> None:
         self._file, self._entry, self._sums, self._first = file, entry, sums, first
 
     def read(self, start: int, strides: tuple[int, ...], out: NDArray[Any]) -> int:

@@ -5,7 +5,7 @@
     parse_header(head, file_size, "data.safetensors").entries["model.w"].start      where the bytes of w begin
 
 A data file is a safetensors file: 8 bytes with the length of the header, the header in JSON, the data. In ours the
-header has a checksum of itself, the data begins at a multiple of 4096, and the last tensor, ``@crc32``, has the
+header has a checksum of itself, the data begins at a multiple of 4096, and the last tensor, ``@xxh3``, has the
 checksum of every block of 4096 bytes of every chunk.
 """
 
@@ -25,7 +25,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, VERSION
 from hyper_parallel.core.distributed_checkpoint.strict_json import Field, is_text, parse, quoted
 
-SUMS = "@crc32"  # the key of the checksums
+SUMS = "@xxh3"  # the key of the checksums
 METADATA = "__metadata__"
 CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -91,7 +91,7 @@ def build_header(pieces: Sequence[tuple[str, str, Sequence[int]]], tag: str, ran
         _check_key(key, seen)
     chunks = _laid_out((key, *_stored(dtype, shape)) for key, dtype, shape in largest_first)
     blocks = sum(chunk.blocks for chunk in chunks)
-    entries = [*chunks, Entry(SUMS, "uint32", (blocks,), _end(chunks), 4 * blocks, blocks)]
+    entries = [*chunks, Entry(SUMS, "uint64", (blocks,), _end(chunks), 8 * blocks, blocks)]
     head = _head(_text(entries, tag, rank))
     return head, [_moved(entry, len(head)) for entry in entries]
 
@@ -307,7 +307,7 @@ def _sums(entries: Sequence[Entry], file: str) -> Entry:
         if entry.key.startswith("@"):
             raise CheckpointError("names do not begin with '@'", file=file, field=quoted(entry.key))
     last = entries[-1] if entries else None
-    if last is None or (last.key, last.dtype, last.shape) != (SUMS, "uint32", (last.first_block,)):
-        told = f"expected this as the last tensor, U32, with a number for each {BLOCK} bytes of each of the others"
+    if last is None or (last.key, last.dtype, last.shape) != (SUMS, "uint64", (last.first_block,)):
+        told = f"expected this as the last tensor, U64, with a number for each {BLOCK} bytes of each of the others"
         raise CheckpointError(told, file=file, field=SUMS)
     return last
