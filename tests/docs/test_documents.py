@@ -35,7 +35,7 @@ def test_the_readmes_commands_are_targets():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+    "page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 )
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
