@@ -46,7 +46,7 @@ def keys(folder):
     for name in files(folder):
         if name.startswith("data-"):
             with safe_open(Path(folder) / name, "np") as file:
-                found[int(name.split("-")[2].split(".")[0])] = {key for key in file.keys() if key != "@crc32"}  # noqa: SIM118
+                found[int(name.split("-")[2].split(".")[0])] = {key for key in file.keys() if key != "@xxh3"}  # noqa: SIM118
     return found
 
 

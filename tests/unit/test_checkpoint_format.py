@@ -191,7 +191,7 @@ WRONG = [
     (("tensors", "model.w", "shape"), [0, 2**62, 8], "shape: expected at most 64 dims and less than 2"),
     (("tensors", "model.w", "shape"), [1] * 65, "shape: expected at most 64 dims"),
     (("tensors", "model.w", "shape"), [HUGE, 0], r"shape\[0\]: expected an int"),
-    (("tensors", "@crc32"), tensor(layout=0, replica=0), r"must not begin with @"),
+    (("tensors", "@xxh3"), tensor(layout=0, replica=0), r"must not begin with @"),
     (("tensors", "__metadata__"), tensor(layout=0, replica=0), "must not be called"),
     (("tensors", "w@0,4"), tensor(layout=0, replica=0), "end like the key of a chunk"),
     (("tensors", "step"), tensor(layout=0, replica=0), "objects.step: is also the name of a tensor"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -88,12 +89,13 @@ def test_safetensors_reads_our_files(tmp_path):
     names = {"a": "float64", "b.ü": "int8", "c": "float32"}
     write_data_file(path, [piece(k, v, names[k]) for k, v in arrays.items()], tag=TAG, rank=3)
     with safe_open(path, "numpy") as file:
-        assert set(file.keys()) == {*arrays, "@crc32"}
+        assert set(file.keys()) == {*arrays, "@xxh3"}
         for key, expected in arrays.items():
             np.testing.assert_array_equal(file.get_tensor(key), expected)
-        sums = [zlib.crc32(arrays["a"].tobytes()[at : at + BLOCK]) for at in range(0, arrays["a"].nbytes, BLOCK)]
-        sums += [zlib.crc32(arrays[key].tobytes()) for key in ("c", "b.ü")]  # larger elements first
-        assert file.get_tensor("@crc32").tolist() == sums
+        data = [arrays[key].tobytes() for key in ("a", "c", "b.ü")]  # larger elements first
+        blocks = [chunk[at : at + BLOCK] for chunk in data for at in range(0, len(chunk), BLOCK)]
+        sums = [xxhash.xxh3_64_intdigest(block.ljust(BLOCK, b"\0")) for block in blocks]
+        assert file.get_tensor("@xxh3").tolist() == sums
         assert file.metadata()["tag"] == TAG
 
 
@@ -150,7 +152,7 @@ def test_only_what_is_needed_is_read(tmp_path, twin):
         entry = file.header.entries["w"]
         columns = np.empty((512, 1024), "V4")
         read = file.read(entry, (0, 0), (512, 1024), columns)
-        assert read == columns.nbytes + 4 * (511 * 4 + 1), "blocks, and sums from the first to the last"
+        assert read == columns.nbytes + 8 * (511 * 4 + 1), "blocks, and sums from the first to the last"
         assert file.read(entry, (0, 0), (512, 1024), columns) == columns.nbytes, "sums are known by now"
         assert file.read(entry, (7, 9), (1, 1), np.empty((1, 1), "V4"), verify=False) == 4
         assert file.read(entry, (7, 9), (1, 1), np.empty((1, 1), "V4")) == BLOCK
@@ -301,7 +303,7 @@ def good():
     """A header, and the bytes that must follow it."""
     metadata = {"crc32": "00000000", "format": "hyper_parallel", "version": "1", "tag": TAG, "rank": "3"}
     w = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-    return {"__metadata__": metadata, "w": w, "@crc32": {"dtype": "U32", "shape": [1], "data_offsets": [24, 28]}}, 28
+    return {"__metadata__": metadata, "w": w, "@xxh3": {"dtype": "U64", "shape": [1], "data_offsets": [24, 32]}}, 32
 
 
 def test_a_header_that_others_make_is_read():
@@ -330,11 +332,11 @@ WRONG = {
     "huge": (("w", "shape"), [2**62, 2**62], "shape"),
     "dims": (("w", "shape"), [1] * 65, "shape"),
     "text": (("w", "shape"), "23", "shape"),
-    "overlap": (("@crc32", "data_offsets"), [20, 24], "data_offsets"),
-    "hole": (("@crc32", "data_offsets"), [28, 32], "data_offsets"),
+    "overlap": (("@xxh3", "data_offsets"), [20, 28], "data_offsets"),
+    "hole": (("@xxh3", "data_offsets"), [28, 36], "data_offsets"),
     "reversed": (("w", "data_offsets"), [24, 0], "data_offsets"),
     "three": (("w", "data_offsets"), [0, 24, 28], "data_offsets"),
-    "sums": (("@crc32", "dtype"), "F32", "@crc32"),
+    "sums": (("@xxh3", "dtype"), "F64", "@xxh3"),
     "extra": (("w", "strides"), [3, 1], "strides"),
     "not an object": (("w",), 5, "w"),
     "deep": (("w", "shape"), eval("[" * 70 + "]" * 70), "nested"),
@@ -359,7 +361,7 @@ def test_other_wrong_headers():
     header, size = good()
     at_names = {**header, "@w": header["w"]}
     del at_names["w"]
-    no_sums = {key: value for key, value in header.items() if key != "@crc32"}
+    no_sums = {key: value for key, value in header.items() if key != "@xxh3"}
     no_shape = {**header, "w": {"dtype": "F32", "data_offsets": [0, 24]}}
     surrogate = {**header, "\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
     for wrong, size_of in [(at_names, size), (no_sums, 24), (no_shape, size), (surrogate, size), ({}, 0)]:
@@ -383,7 +385,7 @@ def test_other_wrong_headers():
             parse_header(struct.pack("<Q", len(text)) + text, 8 + len(text), "f", ours=False)
 
 
-@pytest.mark.parametrize("keys", [["a", "a"], ["@crc32"], ["@x"], ["__metadata__"], ["\ud800"]])
+@pytest.mark.parametrize("keys", [["a", "a"], ["@xxh3"], ["@x"], ["__metadata__"], ["\ud800"]])
 def test_keys_that_cannot_be_written(keys, tmp_path):
     with pytest.raises(CheckpointError, match="rename"):
         write_data_file(tmp_path / "data", [piece(key, random_items(4, (2,))) for key in keys], tag=TAG, rank=0)

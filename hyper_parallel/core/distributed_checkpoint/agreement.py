@@ -54,14 +54,18 @@ class Ranks:
             data[place] = number
         return [int(number) for number in platform.tensor_to_numpy(platform.all_reduce(data, self._group, op="max"))]
 
-    def agree(self, digest: bytes, token: str) -> tuple[bool, str]:
-        """Whether all have the same digest, and one token of theirs; 16 and 8 bytes."""
+    def agree(self, look: Callable[[], bytes], token: str) -> tuple[bool, str]:
+        """Whether all find the same 16 bytes, and one token of theirs; if some rank finds an error, all raise it."""
+        error, digest = _attempted(look)
         if self.is_silent and self.world_size > 1:
+            self._raise(error)
             return True, digest.hex()[:16]  # the one token that all of them have
-        own = np.frombuffer(digest, ">i8").tolist()
-        numbers = [*own, *(-1 - number for number in own), int(token, 16) >> 1]
-        found = self.largest(numbers)
-        return found[: len(own)] == [-1 - n for n in found[len(own) : -1]], f"{found[-1]:016x}"
+        own = np.frombuffer(digest or bytes(16), ">i8").tolist()
+        numbers = [int(error is not None), *own, *(-1 - number for number in own), int(token, 16) >> 1]
+        failed, *found, chosen = self.largest(numbers)
+        if failed:
+            self._raise(error)
+        return found[: len(own)] == [-1 - number for number in found[len(own) :]], f"{chosen:016x}"
 
     def together(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """What the work returns, if it succeeds on all ranks; otherwise all raise the error of the first that failed.
@@ -69,19 +73,26 @@ class Ranks:
         Each rank's own error is the cause of its; whatever is not an error of ours or of the system passes through,
         after the others have been told.
         """
-        error: BaseException | None = None
-        result: Any = None
-        try:
-            result = work()
-        except (Exception, KeyboardInterrupt) as caught:  # noqa: BLE001 - told to the others, then raised
-            error = caught
-        if self.largest([int(error is not None)]) == [0]:
-            return result  # type: ignore[no-any-return]
-        undo()
+        error, result = _attempted(work)
+        if self.largest([int(error is not None)]) != [0]:
+            undo()
+            self._raise(error)
+        return result
+
+    def _raise(self, error: BaseException | None) -> None:
+        """On all ranks, if any has an error: raises its own, or that of the first that has one."""
         told = self.gather(_told(error))
         if error is not None and not isinstance(error, (CheckpointError, OSError)):
             raise error
-        raise _joined(told) from error
+        if any(one is not None for one in told):
+            raise _joined(told) from error
+
+
+def _attempted(work: Callable[[], T]) -> tuple[BaseException | None, T]:
+    try:
+        return None, work()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to the others, then raised
+        return error, None  # type: ignore[return-value]
 
 
 def _told(error: BaseException | None) -> Any:

@@ -66,7 +66,7 @@ def async_save(
             QUEUE.drain()  # it writes one checkpoint at a time
 
     prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks, before=look_back)
-    staged = ranks.together(lambda: Staged(prepared.plan, prepared.planner))
+    staged = Staged(prepared.plan, prepared.planner)
     return QUEUE.add(replace(prepared, planner=staged), staged, ranks)
 
 

@@ -49,6 +49,13 @@ class Staged(SavePlanner):
         self.allow_pickle = getattr(planner, "allow_pickle", False)
         self._copies: dict[MetadataIndex, tuple[Any, Any]] = {}
         self._objects: dict[MetadataIndex, Any] = {}  # lists and arrays may be changed in place like tensors
+        self._error: Exception | None = None
+        try:
+            self._take(plan, planner)
+        except Exception as error:  # noqa: BLE001 - the others are told when it is written, so that none waits now
+            self._error = error
+
+    def _take(self, plan: SavePlan, planner: SavePlanner) -> None:
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 self._objects[item.index] = copy.deepcopy(planner.get_data(item))
@@ -73,6 +80,8 @@ class Staged(SavePlanner):
             self._copies = {}
 
     def get_data(self, item: WriteItem) -> Any:
+        if self._error is not None:
+            raise self._error
         return self._objects[item.index] if item.type is WriteItemType.BYTE_IO else self._copies[item.index][1]
 
     # What was planned is not planned again.

@@ -62,13 +62,12 @@ def block_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 def _sums(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = numbers ^ _KEYS
-    taken = (mixed & _LOW) * (mixed >> _HALF)
-    taken += numbers[..., [1, 0, 3, 2, 5, 4, 7, 6]]
-    lanes = np.broadcast_to(_LANES, (len(numbers), 8))
-    for group, added in enumerate(np.moveaxis(taken.sum(2), 1, 0)):
-        lanes = lanes + added
-        if group < 3:
+    added = ((mixed & _LOW) * (mixed >> _HALF)).sum(2) + numbers.sum(2)[..., [1, 0, 3, 2, 5, 4, 7, 6]]
+    lanes = _LANES
+    for group in range(4):
+        if group > 0:
             lanes = (lanes ^ lanes >> np.uint64(47) ^ _SCRAMBLE) * np.uint64(_PRIME32_1)
+        lanes = lanes + added[:, group]
     lanes = lanes ^ _MERGE
     sums = _folded(lanes[:, ::2], lanes[:, 1::2]).sum(1) + np.uint64(BLOCK * _PRIME64_1 % 2**64)
     sums = (sums ^ sums >> np.uint64(37)) * np.uint64(0x165667919E3779F9)

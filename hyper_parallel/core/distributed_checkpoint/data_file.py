@@ -272,7 +272,9 @@ class DataFile:
             return known, known_first, 0
         stored = np.empty(end - first, SUM)
         if end > first:
-            self.fill(self.header.sums.start + SUM.itemsize * (entry.first_block + first), stored.view(np.uint8), entry.key)
+            self.fill(
+                self.header.sums.start + SUM.itemsize * (entry.first_block + first), stored.view(np.uint8), entry.key
+            )
         sums = stored.astype(np.uint64, copy=False)
         self._known = (entry.key, first, sums)
         return sums, first, stored.nbytes

@@ -58,19 +58,18 @@ def prepare(
     writer = storage_writer if storage_writer is not None else FileSystemWriter()
     chosen = planner if planner is not None else StandardSavePlanner()
 
-    def look() -> bytes | None:
+    def look() -> bytes:
         before()
         writer.initialize_writer(checkpoint_id)
         writer.configure_writer(ranks.is_coordinator)
         options = {"rank": ranks.rank, "world_size": ranks.world_size, "is_coordinator": ranks.is_coordinator}
         chosen.configure_planner(state_dict, gather=ranks.gather, **options)
-        return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else None
+        if ranks.is_silent and ranks.world_size > 1:
+            # Nothing tells a file of this save from one that an earlier save of the same state left.
+            _require_new_folder(writer)
+        return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else bytes(16)
 
-    fingerprint = ranks.together(look)
-    if ranks.is_silent and ranks.world_size > 1:
-        # Nothing tells a file of this save from one that an earlier save of the same state left.
-        _require_new_folder(writer)
-    is_alike, token = ranks.agree(fingerprint or bytes(16), new_tag())
+    is_alike, token = ranks.agree(look, new_tag())
     if isinstance(chosen, StandardSavePlanner) and is_alike:
         plan, metadata = chosen.plan_alone()
     else:
