@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * XXH3 of blocks of 4096 bytes, faster than memory; and a box of a stored array read to where it belongs and compared
- * with such sums while it is in the cache. checksum.py and data_file.py do the same in Python where this is not built.
+ * XXH3 of blocks of 4096 bytes, faster than memory; and a box of a stored array read and compared with such sums on its
+ * way to where it belongs. checksum.py and data_file.py do the same in Python where this is not built.
  * Nothing here holds Python's lock while it works.
  */
 #define PY_SSIZE_T_CLEAN
@@ -10,7 +10,6 @@
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -84,9 +83,15 @@ static uint64_t plainly(const uint8_t *block) {
     return merged(lanes);
 }
 
+static uint64_t plainly_carried(const uint8_t *block, uint8_t *to) {
+    memcpy(to, block, BLOCK);
+    return plainly(block);
+}
+
 typedef uint64_t (*Sum)(const uint8_t *block);
-static struct { const char *name; Sum sum; } ways[2] = {{"plain", plainly}}; /* that this processor has */
-static int way_count = 1;
+typedef uint64_t (*Carry)(const uint8_t *block, uint8_t *to); /* also copies the block */
+static struct { const char *name; Sum sum; Carry carry; } ways[2] = {{"plain", plainly, plainly_carried}};
+static int way_count = 1; /* of these that this processor has, the best one last */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -107,14 +112,21 @@ WITH_AVX2 static inline __m256i scrambled(__m256i lanes, __m256i key) {
     return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
 }
 
-WITH_AVX2 static uint64_t by_avx2(const uint8_t *block) {
+/* With ``to`` the block goes there as well, past the cache, which has better things to hold: a copy that waits for memory
+ * leaves the processor all the time that the sum needs. */
+WITH_AVX2 static inline __attribute__((always_inline)) uint64_t taken_up(const uint8_t *block, uint8_t *to) {
     __m256i a = LOAD(start_of_lanes, 0), b = LOAD(start_of_lanes, 1);
     for (int group = 0; group < GROUPS; group++) {
         if (group > 0) a = scrambled(a, LOAD(scramble_key, 0)), b = scrambled(b, LOAD(scramble_key, 1));
 #pragma GCC unroll 4
         for (int stripe = 0; stripe < STRIPES; stripe++, block += 8 * LANES) {
             const uint64_t *key = keys[group][stripe];
-            a = take_up(a, LOAD(block, 0), LOAD(key, 0)), b = take_up(b, LOAD(block, 1), LOAD(key, 1));
+            __m256i first = LOAD(block, 0), second = LOAD(block, 1);
+            if (to != NULL) {
+                _mm256_stream_si256((__m256i *)to, first), _mm256_stream_si256((__m256i *)to + 1, second);
+                to += 8 * LANES;
+            }
+            a = take_up(a, first, LOAD(key, 0)), b = take_up(b, second, LOAD(key, 1));
         }
     }
     uint64_t lanes[LANES];
@@ -122,13 +134,22 @@ WITH_AVX2 static uint64_t by_avx2(const uint8_t *block) {
     return merged(lanes);
 }
 
+WITH_AVX2 static uint64_t by_avx2(const uint8_t *block) { return taken_up(block, NULL); }
+
+WITH_AVX2 static uint64_t carried_by_avx2(const uint8_t *block, uint8_t *to) {
+    return (uintptr_t)to % 32 ? plainly_carried(block, to) : taken_up(block, to);
+}
+
 static void choose(void) {
     if (!__builtin_cpu_supports("avx2")) return;
-    ways[1].name = "avx2", ways[1].sum = by_avx2;
+    ways[1].name = "avx2", ways[1].sum = by_avx2, ways[1].carry = carried_by_avx2;
     way_count = 2;
 }
+
+static void settle(void) { _mm_sfence(); } /* what went past the cache is seen by all */
 #else
 static void choose(void) {}
+static void settle(void) {}
 #endif
 
 /* The sum of a block, which counts as filled up with zeros if it is shorter. */
@@ -141,11 +162,12 @@ static uint64_t sum_of(Sum way, const uint8_t *data, int64_t size) {
 
 /* --- a box of an array in a file
  *
- * The box is made of runs: bytes that follow each other both in the file and in memory. Long runs are read to where
- * they belong and compared there, but for the blocks of which they have only a part, or that are shorter: these go
- * through a buffer. Short runs are read into it together, with what lies between two if that is no more than a block.
+ * The box is made of runs: bytes that follow each other both in the file and in memory. What is compared goes through a
+ * buffer that stays in the cache; whole blocks of long runs are compared on their way from there. Short runs are read
+ * into it together, with what lies between two if that is no more than a block. Long ones that are not compared are read
+ * to where they belong.
  */
-#define STEP (128 * 1024) /* stays in the cache until it is compared */
+#define STEP (128 * 1024) /* stays in the cache */
 #define LONG (2 * BLOCK)
 #define MOST_DIMS 64
 
@@ -182,23 +204,15 @@ static int advance(const Reader *r, Run *run) {
     return 0;
 }
 
-/* Fills parts of memory, one after the other, with what follows each other in the file. */
-static int fill(Reader *r, int64_t at, struct iovec *parts, int count) {
-    for (;;) {
-        for (; count > 0 && parts->iov_len == 0; count--) parts++;
-        if (count == 0) return FINE;
-        off_t from = (off_t)(r->start + at); /* one part is read a little faster without a list */
-        ssize_t got = count == 1 ? pread(r->fd, parts->iov_base, parts->iov_len, from)
-                                 : preadv(r->fd, parts, count, from);
+static int fill(Reader *r, int64_t at, uint8_t *to, int64_t size) {
+    while (size > 0) {
+        ssize_t got = pread(r->fd, to, (size_t)size, (off_t)(r->start + at));
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return FAILED;
         if (got == 0) return ENDED;
-        at += got, r->bytes_read += got;
-        for (struct iovec *part = parts; got > 0; part++) {
-            size_t here = (size_t)got < part->iov_len ? (size_t)got : part->iov_len;
-            part->iov_base = (uint8_t *)part->iov_base + here, part->iov_len -= here, got -= (ssize_t)here;
-        }
+        at += got, to += got, size -= got, r->bytes_read += got;
     }
+    return FINE;
 }
 
 /* Compares the blocks from one position to another, both of which are ends of blocks. */
@@ -212,27 +226,35 @@ static int compare(Reader *r, const uint8_t *data, int64_t begin, int64_t end) {
     return FINE;
 }
 
-/* One step of a run, from ``at`` to ``next``, which are ends of blocks: those from ``first`` to ``last`` are whole. */
-static int take_step(Reader *r, const Run *run, int64_t at, int64_t next) {
-    int64_t end = run->from + r->run, first = at < run->from ? at + BLOCK : at, last = down(r, next < end ? next : end);
-    uint8_t *place = run->to + (first - run->from), *before = r->stage, *behind = r->stage + BLOCK;
-    size_t whole = (size_t)(last - first), rest = (size_t)(next - last);
-    struct iovec parts[] = {{before, (size_t)(first - at)}, {place, whole}, {behind, rest}};
-    int state = fill(r, at, parts, rest > 0 ? 3 : 2);
-    if (state == FINE) state = compare(r, before, at, first);
-    if (state == FINE) state = compare(r, place, first, last);
-    if (state == FINE) state = compare(r, behind, last, next);
-    if (state == FINE && at < first) memcpy(run->to, before + (run->from - at), (size_t)(first - run->from));
-    if (state == FINE && rest > 0) memcpy(place + whole, behind, (size_t)(end - last));
-    return state;
+/* Takes a part of a run, from one position to another, out of the buffer, which has what is in the file from ``at`` on,
+ * where a block begins. */
+static int deliver(Reader *r, int64_t at, int64_t from, int64_t end, uint8_t *to) {
+    for (const uint8_t *data = r->stage; at < end; at += BLOCK, data += BLOCK) {
+        int64_t size = r->nbytes - at < BLOCK ? r->nbytes - at : BLOCK, first = from > at ? from : at, behind = at + size;
+        uint64_t sum;
+        if (from <= at && behind <= end && size == BLOCK)
+            sum = ways[way_count - 1].carry(data, to + (at - from));
+        else {
+            memcpy(to + (first - from), data + (first - at), (size_t)((end < behind ? end : behind) - first));
+            sum = sum_of(ways[way_count - 1].sum, data, size);
+        }
+        if (sum != r->sums[at / BLOCK - r->first_block]) {
+            r->bad_block = at / BLOCK;
+            return DAMAGED;
+        }
+    }
+    return FINE;
 }
 
 static int take_long(Reader *r, const Run *run) {
-    int64_t end = up(r, run->from + r->run), next;
+    if (r->sums == NULL) return fill(r, run->from, run->to, r->run);
+    int64_t end = run->from + r->run, next;
     int state = FINE;
-    for (int64_t at = down(r, run->from); state == FINE && at < end; at = next) {
+    for (int64_t from = run->from; state == FINE && from < end; from = next) {
+        int64_t at = down(r, from);
         next = end - at < STEP ? end : at + STEP;
-        state = take_step(r, run, at, next);
+        state = fill(r, at, r->stage, up(r, next) - at);
+        if (state == FINE) state = deliver(r, at, from, next, run->to + (from - run->from));
     }
     return state;
 }
@@ -246,8 +268,7 @@ static int take_together(Reader *r, Run *run, int *more) {
         if (ahead.from < last || down(r, ahead.from) - end > BLOCK || next - begin > STEP) break;
         last = ahead.from + r->run, end = next;
     }
-    struct iovec stage = {r->stage, (size_t)(end - begin)};
-    int state = fill(r, begin, &stage, 1);
+    int state = fill(r, begin, r->stage, end - begin);
     if (state == FINE) state = compare(r, r->stage, begin, end);
     for (*more = 1; state == FINE && count > 0; count--) {
         memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
@@ -265,6 +286,7 @@ static int take_box(Reader *r, int64_t from, uint8_t *to) {
             more = advance(r, &run);
         } else
             state = take_together(r, &run, &more);
+    settle();
     return state;
 }
 
