@@ -26,6 +26,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.header import Entry, build_header, parse_header, read_head
 
 STEP = 64 * BLOCK  # what is written, or read and compared, at a time: it stays in the processor's cache
+WINDOW = 8 << 20  # what the system is told to store at a time
 UNINTERRUPTED = 2**26  # bytes of the file that compiled code goes over before Python can act on a signal
 SUM = np.dtype("<u8")
 Progress = Callable[[int], None]  # gets the bytes that were moved since the last call
@@ -124,9 +125,17 @@ def _write_chunk(fd: int, chunk: Entry, memory: Bytes, sums: NDArray[np.uint64],
         found = block_sums(part)
         sums[at // BLOCK : at // BLOCK + len(found)] = found
         _write_all(fd, part.data)
+        _start_storing(fd, chunk.start + at, chunk.start + at + part.nbytes)
         phase("data")
         if progress is not None:
             progress(part.nbytes)
+
+
+def _start_storing(fd: int, before: int, after: int) -> None:
+    """Has the system begin to store what was written, window by window: it would otherwise wait for the sync."""
+    if after // WINDOW > before // WINDOW and hasattr(os, "posix_fadvise"):
+        end = after // WINDOW * WINDOW
+        os.posix_fadvise(fd, end - WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(fd: int, data: memoryview) -> None:
