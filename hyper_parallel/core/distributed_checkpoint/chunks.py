@@ -228,7 +228,15 @@ class ChunkGrid(Chunks):
         return tuple(starts)
 
     def chunk(self, number: int) -> ChunkStorageMetadata:
-        return chunk_of(self.box(self.cell(number)))
+        found = self._known.get(number)
+        if found is None:
+            found = self._known[number] = chunk_of(self.box(self.cell(number)))
+        return found
+
+    @cached_property
+    def _known(self) -> dict[int, ChunkStorageMetadata]:
+        """Chunks that were asked for: a plan asks several times for the few that it needs."""
+        return {}
 
     def place(self, number: int) -> int:
         return self.cut.rank(self.cell(number), self.replica)

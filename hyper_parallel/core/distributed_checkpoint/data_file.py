@@ -184,6 +184,8 @@ def _opened(path: str | Path, *, follow_links: bool) -> int:
     # A pipe in place of the file would block without O_NONBLOCK, which regular files ignore.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
+        with suppress(PermissionError):  # of others' files
+            return os.open(path, flags | getattr(os, "O_NOATIME", 0))  # noting the time takes a part of small reads
         return os.open(path, flags)
     except OSError as error:
         told = "a link, which is not followed" if error.errno == errno.ELOOP else error.strerror

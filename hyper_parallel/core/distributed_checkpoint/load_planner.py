@@ -42,6 +42,7 @@ class StandardLoadPlanner(LoadPlanner):
         self._leaves = flattened(state_dict, state)
         self._parts: dict[str, dict[tuple[int, ...], Part]] = {}
         self._locals: dict[str, Any] = {}
+        self._direct: Any = None  # what was handed out last to be filled where it is
         self._found: dict[str, list[str]] = {kind: [] for kind in ("loaded", "missing", "resharded", "cast", "kept")}
         self._bytes = 0
 
@@ -168,15 +169,15 @@ class StandardLoadPlanner(LoadPlanner):
         assert isinstance(saved, TensorStorageMetadata)
         platform, dtype = get_platform(), dtype_name(saved.properties.dtype)
         if dtype_name(view.dtype) == dtype and platform.tensor_memory(view) is not None:
+            self._direct = view
             return view
         return platform.empty(read_item.lengths, dtype=platform.str_to_dtype(dtype), device="cpu")
 
     def apply_tensor(self, read_item: ReadItem, tensor: Any) -> None:
-        view, platform = self._view(read_item), get_platform()
-        if platform.memory_key(view) == platform.memory_key(tensor):
-            platform.note_change(view)  # which was filled behind the framework's back
+        if tensor is self._direct:
+            get_platform().note_change(tensor)  # which was filled behind the framework's back
         else:
-            platform.load_into_param(view, tensor)
+            get_platform().load_into_param(self._view(read_item), tensor)
 
     def apply_bytes(self, read_item: ReadItem, value: Any) -> None:
         leaf = self._leaves[read_item.dest_index.fqn]
