@@ -117,6 +117,11 @@ class Cut:
         return tuple(counts)
 
     @cached_property
+    def section_starts(self) -> dict[int, tuple[int, ...]]:
+        """Where the sections of a dim begin."""
+        return {dim: tuple(itertools.accumulate(sizes, initial=0)) for dim, sizes in self.sections.items()}
+
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """What a step along each axis adds to a rank's place in ``ranks``."""
         return tuple(math.prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape)))
@@ -128,7 +133,7 @@ class Cut:
             count = self.pieces[dim] // len(sections)
             section, piece = divmod(piece, count)
             offset, length = chunk_span(sections[section], count, piece)
-            return sum(sections[:section]) + offset, length
+            return self.section_starts[dim][section] + offset, length
         offset = 0
         for axis, index in zip(self.dim_axes[dim], self._coordinates(dim, piece), strict=True):
             step, size = chunk_span(size, self.mesh_shape[axis], index)

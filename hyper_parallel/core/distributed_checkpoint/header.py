@@ -180,13 +180,18 @@ def _head(text: bytes) -> bytes:
 def read_head(fd: int, file: object) -> bytes:
     """The first bytes of an open file, up to the data. OSError is the caller's."""
     size = os.fstat(fd).st_size
-    start = os.pread(fd, 8, 0)
+    start = _pread(fd, 8, 0)
     length = _header_length(start, size, file)
-    parts, have = [start], 8
-    while have < 8 + length:
-        part = os.pread(fd, 8 + length - have, have)
-        if not part:
-            raise CheckpointError(f"the file ends at byte {have}, within the header", file=str(file), field="header")
+    head = start + _pread(fd, length, 8)
+    if len(head) < 8 + length:
+        raise CheckpointError(f"the file ends at byte {len(head)}, within the header", file=str(file), field="header")
+    return head
+
+
+def _pread(fd: int, size: int, at: int) -> bytes:
+    """So many bytes, or less where the file ends; a single call may give less anywhere."""
+    parts, have = [], 0
+    while have < size and (part := os.pread(fd, size - have, at + have)):
         parts.append(part)
         have += len(part)
     return b"".join(parts)
