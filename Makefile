@@ -20,7 +20,7 @@ $(DOCS_STAMP): $(STAMP)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,docs]'
 	@touch $@
 
-demo: $(STAMP)  ## trains a model as one process and as four on a mesh, and compares: about two minutes
+demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it and goes on, and compares: about three minutes
 	$(BIN)/python examples/llama/demo.py
 
 tour: $(STAMP)  ## four processes show the platform at work
