@@ -92,9 +92,11 @@ def save_counted(folder):
     state = {str(n): distribute_tensor(numbers(8, 3), mesh, [Shard(0)]) for n in range(50)}
     with CommunicationLedger(mesh) as ledger:
         save(state, checkpoint_id=folder)
-    plans = len(_PLANS)
+    plan = next(reversed(_PLANS.values()))
     save(state, checkpoint_id=folder)
-    assert len(_PLANS) == plans  # the second one found its plan
+    assert next(reversed(_PLANS.values())) is plan  # the second one found it
+    save(state, checkpoint_id=folder, planner=StandardSavePlanner(enable_plan_caching=False))
+    assert next(reversed(_PLANS.values())) is plan  # which the third one neither looked for nor replaced
     return [(entry.collective, entry.nbytes) for entry in ledger.entries]
 
 
@@ -186,6 +188,25 @@ def test_names_that_are_not_there(saved):
     assert report.missing == ("model.c",)
     assert torch.equal(state["model"]["c"], torch.ones(2))
     assert torch.equal(state["model"]["b"], numbers(4))
+
+
+def test_no_file_stays_open(saved):
+    def opened():
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(saved in link.readlink().parents for link in links)
+
+    reader = FileSystemReader(saved)
+    state = {"model": {"a": torch.zeros(3), "b": torch.zeros(4)}, "flag": None}
+    load(state, storage_reader=reader)
+    assert opened() == 0
+    reader.execute_read = lambda plan, planner: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        load(state, storage_reader=reader)
+    assert opened() == 0
+    reader.entry = lambda *args: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        load(state, storage_reader=reader)
+    assert opened() == 0
 
 
 def test_a_dry_run_only_reports(saved):

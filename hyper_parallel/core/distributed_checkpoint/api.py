@@ -98,9 +98,13 @@ def load(
             reader.check_plan(plan)
         return plan
 
-    plan = agreed(ranks.together(plan_and_look), reader, chosen, ranks)
+    try:
+        plan = agreed(ranks.together(plan_and_look), reader, chosen, ranks)
+        if not dry_run:
+            ranks.together(lambda: reader.execute_read(plan, chosen))
+    finally:
+        reader.close()
     if not dry_run:
-        ranks.together(lambda: reader.execute_read(plan, chosen))
         states.give_back()
     report = chosen.report() if isinstance(chosen, StandardLoadPlanner) else LoadReport()
     return replace(report, bytes_read=getattr(reader, "bytes_read", 0))

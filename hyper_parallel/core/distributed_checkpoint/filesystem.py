@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,14 @@ from numpy.typing import NDArray
 
 from hyper_parallel.core.distributed_checkpoint import data_file
 from hyper_parallel.core.distributed_checkpoint.chunks import Place
-from hyper_parallel.core.distributed_checkpoint.data_file import Bytes, DataFile, Piece, open_data_file, write_data_file
+from hyper_parallel.core.distributed_checkpoint.data_file import (
+    Bytes,
+    DataFile,
+    Piece,
+    Progress,
+    open_data_file,
+    write_data_file,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import (
     METADATA_FILE,
@@ -57,8 +63,6 @@ from hyper_parallel.platform import get_platform
 _OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
 
 _MOST_OPEN = 64  # files that stay open between a look at them and reading
-
-Progress = Callable[[int], None]  # is told how many more bytes were written or read
 
 
 def new_tag() -> str:
@@ -226,29 +230,22 @@ class FileSystemReader(StorageReader):
         self._metadata = metadata
 
     def check_plan(self, plan: LoadPlan) -> None:
-        self.close()
         for place, items in self._by_place(plan).items():
-            file = self.open(place)
+            file = self._opened[place] = self.open(place)
             for item in items:
                 self.entry(file, item.storage_index.fqn, self._chunk(item))
-            if len(self._opened) < _MOST_OPEN:
-                self._opened[place] = file
-            else:
-                file.close()
+            if len(self._opened) > _MOST_OPEN:
+                self._opened.pop(place).close()
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        try:
-            for place, items in self._by_place(plan).items():
-                with self._opened.pop(place, None) or self.open(place) as file:
-                    self._read(file, items, planner)
-        finally:
-            self.close()
+        for place, items in self._by_place(plan).items():
+            with self._opened.pop(place, None) or self.open(place) as file:
+                self._read(file, items, planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
 
     def close(self) -> None:
-        """Closes what was looked at and not read."""
         for place in list(self._opened):
             self._opened.pop(place).close()
 

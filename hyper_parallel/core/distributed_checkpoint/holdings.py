@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import codec
@@ -40,7 +41,12 @@ class Holdings:
         plain = [name for name, entry in self.entries.items() if entry.is_plain and name in self.tensors]
         samples = {name: sampled(self.tensors[name]) for name in plain}
         own = sorted(self.own_objects)
-        return digest(list(self.entries.values()), samples, self.texts, own, self.same_as, self.paths, more)
+        return digest(self.structure, samples, self.texts, own, self.same_as, self.paths, more)
+
+    @cached_property
+    def structure(self) -> bytes:
+        """What stands for the names, sizes, dtypes and layouts of the tensors."""
+        return digest(list(self.entries.values()))
 
     def parts(self, name: str) -> list[Part]:
         """The chunks of a tensor that are on this rank."""

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, save
 from hyper_parallel.core.distributed_checkpoint.data_file import sync_folder
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.filesystem import remove_leftovers
 from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
 from hyper_parallel.platform import get_platform
 
 _T = TypeVar("_T")
 
 _STEP = re.compile(r"step-(\d{8,})")
-_DATA = re.compile(r"data-([0-9a-f]{16})-\d{5,}\.safetensors")
 _OWN_KEY = "checkpoint"  # where the step and the metrics are in a checkpoint
 
 
@@ -221,9 +221,7 @@ def _remove(path: Path) -> None:
     """Removes a checkpoint, its metadata first: half removed, it is not taken for whole. What is not its own stays."""
     (path / METADATA_FILE).unlink(missing_ok=True)
     sync_folder(path)
-    for file in path.iterdir():
-        if _DATA.fullmatch(file.name) or _is_temporary(file):
-            file.unlink(missing_ok=True)
+    remove_leftovers(path, tag="")
     with suppress(OSError):
         path.rmdir()  # unless something of others is in it
 
@@ -233,16 +231,5 @@ def _clean(path: Path) -> None:
     if not _is_whole(path):
         _remove(path)
         return
-    files = list(path.iterdir())
-    data = [(match[1], file) for file in files if (match := _DATA.fullmatch(file.name))]
-    strange = [file for file in files if _is_temporary(file)]
-    if len({tag for tag, _ in data}) > 1:
-        with suppress(CheckpointError):  # where the metadata cannot be read, nobody knows whose data it is
-            own = read_metadata(path).storage_data.tag
-            strange += [file for tag, file in data if tag != own]
-    for file in strange:
-        file.unlink(missing_ok=True)
-
-
-def _is_temporary(file: Path) -> bool:
-    return file.suffix == ".tmp" and not file.is_dir()
+    with suppress(CheckpointError):  # where the metadata cannot be read, nobody knows whose data it is
+        remove_leftovers(path, read_metadata(path).storage_data.tag)

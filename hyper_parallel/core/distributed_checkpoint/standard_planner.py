@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.entries import Entry, digest, writers
+from hyper_parallel.core.distributed_checkpoint.entries import Entry, writers
 from hyper_parallel.core.distributed_checkpoint.holdings import Holdings, holdings_of
 from hyper_parallel.core.distributed_checkpoint.load_planner import StandardLoadPlanner
 from hyper_parallel.core.distributed_checkpoint.metadata import (
@@ -87,15 +87,16 @@ class StandardSavePlanner(SavePlanner):
 
     def _planned(self) -> _Planned:
         """The part that depends on names and layouts alone, which is remembered."""
-        entries = self._held.entries
-        options = (self.remove_redundancy, self.save_to_minimum_rank)
-        key = (digest(list(entries.values())), self._rank, self._world, *options)
-        if not self.enable_plan_caching or key not in _PLANS:
-            _PLANS[key] = plan_for(entries.values(), self._rank, self._writers, once=self.remove_redundancy)
-        _PLANS.move_to_end(key)
-        while len(_PLANS) > _MOST_PLANS:
-            _PLANS.popitem(last=False)
-        return _PLANS[key]
+        key = (self._held.structure, self._rank, self._world, self.remove_redundancy, self.save_to_minimum_rank)
+        found = _PLANS.get(key) if self.enable_plan_caching else None
+        if found is None:
+            found = plan_for(self._held.entries.values(), self._rank, self._writers, once=self.remove_redundancy)
+        if self.enable_plan_caching:
+            _PLANS[key] = found
+            _PLANS.move_to_end(key)
+            while len(_PLANS) > _MOST_PLANS:
+                _PLANS.popitem(last=False)
+        return found
 
     def _writers(self, entries: Iterable[Entry]) -> dict[str, int]:
         return {entry.name: 0 for entry in entries} if self.save_to_minimum_rank else writers(entries)

@@ -85,6 +85,9 @@ class StorageReader(ABC):
     def check_plan(self, plan: LoadPlan) -> None:  # noqa: B027 - a storage need not be able to tell
         """Looks at all that this rank would read; what is wrong is found before any rank fills anything."""
 
+    def close(self) -> None:  # noqa: B027 - a storage need not hold anything
+        """On every rank, when a load has ended, well or not: lets go of what was opened for it."""
+
     @abstractmethod
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Reads this rank's items into the memory that the planner has for them."""
