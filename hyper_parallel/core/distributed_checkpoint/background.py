@@ -9,15 +9,18 @@ response.result()                         waits, and raises what went wrong; so 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex
+from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex, dtype_name
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform import get_platform
@@ -68,7 +71,7 @@ class Staged(SavePlanner):
             spare = self._spare.get(key)
             made = spare.pop() if spare else None
         if made is None:
-            made = get_platform().empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+            made = _host_memory(tensor)
         get_platform().load_into_param(made, tensor)
         return key, made
 
@@ -95,6 +98,16 @@ class Staged(SavePlanner):
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         return plan
+
+
+def _host_memory(tensor: Any) -> Any:
+    """A tensor of the same kind on the host, where copying to it is fast."""
+    platform = get_platform()
+    if platform.tensor_memory(tensor) is None:
+        return platform.empty_like(tensor, device="cpu", pin_memory=True)
+    # numpy asks for large pages where it has much to allocate, which makes both the first copy and all others faster.
+    memory = np.empty(math.prod(tensor.shape) * platform.get_element_size(tensor), np.uint8)
+    return platform.tensor_from_bytes(memory, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 class _Queue:

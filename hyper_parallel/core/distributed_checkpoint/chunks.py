@@ -126,6 +126,11 @@ class Cut:
         """What a step along each axis adds to a rank's place in ``ranks``."""
         return tuple(math.prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape)))
 
+    @cached_property
+    def writers(self) -> dict[tuple[int, int], int]:
+        """The ranks that were asked for, by the number of the chunk and the replica; many tensors share a cut."""
+        return {}
+
     def span(self, dim: int, size: int, piece: int) -> tuple[int, int]:
         """(offset, size) of one of the pieces of a dim."""
         if dim in self.sections:
@@ -244,7 +249,11 @@ class ChunkGrid(Chunks):
         return {}
 
     def place(self, number: int) -> int:
-        return self.cut.rank(self.cell(number), self.replica)
+        known = self.cut.writers
+        key = (number, self.replica)
+        if key not in known:
+            known[key] = self.cut.rank(self.cell(number), self.replica)
+        return known[key]
 
     def overlapping(self, box: Box) -> Iterator[int]:
         if any(size == 0 for _, size in box):

@@ -62,6 +62,7 @@ from hyper_parallel.platform import get_platform
 
 _OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
 
+_Located = list[tuple[Entry, ReadItem]]
 _MOST_OPEN = 64  # files that stay open between a look at them and reading
 
 
@@ -198,7 +199,7 @@ class FileSystemReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._progress = progress
         self._metadata: Metadata | None = None
-        self._opened: dict[Place, DataFile] = {}
+        self._opened: dict[Place, tuple[DataFile, LoadPlan, _Located]] = {}
         self.bytes_read = 0
 
     @property
@@ -231,23 +232,25 @@ class FileSystemReader(StorageReader):
 
     def check_plan(self, plan: LoadPlan) -> None:
         for place, items in self._by_place(plan).items():
-            file = self._opened[place] = self.open(place)
-            for item in items:
-                self.entry(file, item.storage_index.fqn, self._chunk(item))
+            file = self.open(place)
+            located: _Located = []
+            self._opened[place] = file, plan, located  # before anything is found wrong with it, so that it is closed
+            located += self._located(file, items)
             if len(self._opened) > _MOST_OPEN:
-                self._opened.pop(place).close()
+                self._opened.pop(place)[0].close()
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         for place, items in self._by_place(plan).items():
-            with self._opened.pop(place, None) or self.open(place) as file:
-                self._read(file, items, planner)
+            file, checked, located = self._opened.pop(place, None) or (self.open(place), None, [])
+            with file:
+                self._read(file, located if checked is plan else self._located(file, items), planner)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
 
     def close(self) -> None:
         for place in list(self._opened):
-            self._opened.pop(place).close()
+            self._opened.pop(place)[0].close()
 
     def open(self, place: Place) -> DataFile:
         """The data file of a place."""
@@ -277,9 +280,13 @@ class FileSystemReader(StorageReader):
             )
         return found
 
-    def _read(self, file: DataFile, items: list[ReadItem], planner: LoadPlanner) -> None:
-        located = [(self.entry(file, item.storage_index.fqn, self._chunk(item)), item) for item in items]
-        for entry, item in sorted(located, key=lambda pair: (pair[0].start, pair[1].storage_offsets)):
+    def _located(self, file: DataFile, items: list[ReadItem]) -> _Located:
+        """The items with their chunks, in the order of the file."""
+        found = [(self.entry(file, item.storage_index.fqn, self._chunk(item)), item) for item in items]
+        return sorted(found, key=lambda pair: (pair[0].start, pair[1].storage_offsets))
+
+    def _read(self, file: DataFile, located: _Located, planner: LoadPlanner) -> None:
+        for entry, item in located:
             tensor = planner.acquire_tensor(item)
             memory = get_platform().tensor_memory(tensor)
             count = read_box(file, entry, item, memory, verify=self._verify)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.chunks import Part
-from hyper_parallel.core.distributed_checkpoint.entries import entry_of
+from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, Part
+from hyper_parallel.core.distributed_checkpoint.entries import Entry, entry_of
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
@@ -21,7 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
 )
 from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport, some
-from hyper_parallel.core.distributed_checkpoint.resharding import read_items
+from hyper_parallel.core.distributed_checkpoint.resharding import Filling, filling
 from hyper_parallel.core.distributed_checkpoint.state_dict import Leaf, PerRank, flattened, place, state_of, unwrapped
 from hyper_parallel.platform import get_platform
 
@@ -40,6 +39,7 @@ class StandardLoadPlanner(LoadPlanner):
         self._saved = metadata.state_dict_metadata
         self._asked = set(state_dict)
         self._leaves = flattened(state_dict, state)
+        self._fillings: dict[Any, tuple[Filling, Any]] = {}
         self._parts: dict[str, dict[tuple[int, ...], Part]] = {}
         self._locals: dict[str, Any] = {}
         self._direct: Any = None  # what was handed out last to be filled where it is
@@ -105,24 +105,49 @@ class StandardLoadPlanner(LoadPlanner):
     def _tensor_items(self, name: str, wanted: Any, tensor: Any, saved: TensorStorageMetadata) -> list[ReadItem]:
         entry = entry_of(name, tensor, self._world)
         local = get_platform().get_param_local_data(tensor)
-        coordinate = entry.cut.coordinate(self._rank)
-        parts = [] if coordinate is None else list(entry.grid().parts_at(coordinate))
-        size = entry.size
         if isinstance(wanted, PerRank):
-            if self._rank >= saved.size[0]:
-                self._found["kept"].append(name)
-                return []
-            size = (saved.size[0], *size)
-            local = local.reshape(1, *local.shape)
-            parts = [Part(p.number, ((self._rank, 1), *p.box), (0, *p.start)) for p in parts]
+            return self._row_items(name, entry, local, saved)
+        self._check(name, entry, entry.size, saved)
+        return self._filled(name, local, self._filling(entry, saved), saved)
+
+    def _row_items(self, name: str, entry: Entry, local: Any, saved: TensorStorageMetadata) -> list[ReadItem]:
+        """What fills the row that is this rank's own."""
+        rows = saved.size[0] if saved.size else 0
+        self._check(name, entry, (rows, *entry.size), saved)
+        if self._rank >= rows:
+            self._found["kept"].append(name)
+            return []
+        parts = [Part(p.number, ((self._rank, 1), *p.box), (0, *p.start)) for p in self._parts_of(entry)]
+        return self._filled(name, local.reshape(1, *local.shape), filling(parts, saved.chunks), saved)
+
+    def _filling(self, entry: Entry, saved: TensorStorageMetadata) -> Filling:
+        """Found once for all tensors that are alike: most of a model's are."""
+        if not isinstance(saved.chunks, ChunkGrid):
+            return filling(self._parts_of(entry), saved.chunks)
+        cuts = (entry.cut, saved.chunks.cut)
+        key = (entry.size, *map(id, cuts))
+        if key not in self._fillings:  # with the cuts, so that no others get their ids
+            self._fillings[key] = (filling(self._parts_of(entry), saved.chunks), cuts)
+        return self._fillings[key][0]
+
+    def _parts_of(self, entry: Entry) -> Iterable[Part]:
+        coordinate = entry.cut.coordinate(self._rank)
+        return () if coordinate is None else entry.grid().parts_at(coordinate)
+
+    def _filled(self, name: str, local: Any, found: Filling, saved: TensorStorageMetadata) -> list[ReadItem]:
+        if not found.is_whole:
+            raise CheckpointError("the checkpoint does not have all elements of this tensor", field=name)
+        self._locals[name], self._parts[name] = local, found.parts
+        self._found["loaded"].append(name)
+        if not found.is_as_stored:
+            self._found["resharded"].append(name)
+        self._bytes += found.volume * ITEM_SIZES[dtype_name(saved.properties.dtype)]
+        return [source.item(name, saved.stored_as) for source in found.sources]
+
+    def _check(self, name: str, entry: Entry, size: tuple[int, ...], saved: TensorStorageMetadata) -> None:
         if tuple(saved.size) != size:
             raise CheckpointError(f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}", field=name)
         self._check_dtype(name, entry.dtype, saved)
-        self._locals[name] = local
-        self._parts[name] = {tuple(offset for offset, _ in part.box): part for part in parts}
-        items = list(read_items(name, [part.box for part in parts], saved.chunks, saved.stored_as))
-        self._note(name, parts, items, saved)
-        return items
 
     def _check_dtype(self, name: str, dtype: str, saved: TensorStorageMetadata) -> None:
         stored = dtype_name(saved.properties.dtype)
@@ -133,18 +158,6 @@ class StandardLoadPlanner(LoadPlanner):
                 f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast", field=name
             )
         self._found["cast"].append(name)
-
-    def _note(self, name: str, parts: list[Part], items: list[ReadItem], saved: TensorStorageMetadata) -> None:
-        self._found["loaded"].append(name)
-        volume = sum(math.prod(item.lengths) for item in items)
-        self._bytes += volume * ITEM_SIZES[dtype_name(saved.properties.dtype)]
-        if volume != sum(math.prod(size for _, size in part.box) for part in parts):
-            raise CheckpointError("the checkpoint does not have all elements of this tensor", field=name)
-        sizes = [tuple(size for _, size in part.box) for part in parts]
-        whole = [item.lengths for item in items if not any((*item.dest_offsets, *item.storage_offsets))]
-        stored = [saved.chunks[item.storage_index.index or 0].sizes for item in items]
-        if not sizes == whole == stored:
-            self._found["resharded"].append(name)
 
     def _take_tied(self) -> None:
         """A name that is not there, but is the same memory as one that is, is filled with it."""
