@@ -359,6 +359,12 @@ def test_what_each_rank_has_its_own_of(tmp_path):
     assert run_ranks(load_own, 4, str(tmp_path)) == [*here, *[([9, 9], "kept", ["o", "t"])] * 2]
 
 
+def test_a_row_of_what_has_no_rows_is_refused(tmp_path):
+    save({"t": torch.tensor(5)}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=r"t: the checkpoint has shape \(\), the state dict \(0,\)"):
+        load({"t": PerRank(torch.tensor(0))}, checkpoint_id=tmp_path)
+
+
 def read_columns(folder):
     mesh = init_device_mesh("cpu", (2,))
     state = {"w": distribute_tensor(torch.zeros(64, 4096), mesh, [Shard(1)])}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.core.distributed_checkpoint import checksum
-from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK, block_sums
+from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK, block_sums, copy_bytes
 
 RANDOM = np.random.default_rng(0).integers(0, 256, 5 * BLOCK, dtype=np.uint8)
 TWINS = [pytest.param(checksum.fast, id="compiled"), pytest.param(None, id="python")]
@@ -91,3 +91,25 @@ def test_wrong_calls_of_compiled_code_are_refused():
     for few, first in [(sums, 1), (np.empty(1, np.uint32), 0)]:
         with pytest.raises(ValueError, match="sums are not all there"):
             checksum.fast.read_box(0, 0, 15, 0, (8, 1), out, few, first)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 2047, 2048, 2079, 2080, 4095, 10_000, 3 * BLOCK + 127])
+@pytest.mark.parametrize("offset", [0, 1, 16, 31])
+def test_copies_are_exact_and_stay_within_their_memory(size, offset, twin):
+    out = np.full(size + 200, 77, np.uint8)
+    part = out[100 + offset :][:size]
+    copy_bytes(part, RANDOM[offset // 2 :][:size])
+    assert part.tobytes() == RANDOM[offset // 2 :][:size].tobytes()
+    assert set(out[: 100 + offset].tolist()) == set(out[100 + offset + size :].tolist()) == {77}
+
+
+def test_copies_of_opaque_elements_of_any_shape(twin):
+    data = RANDOM[: 3 * BLOCK].view("V4").reshape(3, -1)
+    out = np.zeros(data.shape, "V4")
+    copy_bytes(out, data)
+    assert out.tobytes() == data.tobytes()
+
+
+def test_a_copy_that_does_not_fit_is_refused(twin):
+    with pytest.raises(ValueError, match=r"4 bytes|shape"):
+        copy_bytes(np.zeros(5, np.uint8), np.zeros(4, np.uint8))

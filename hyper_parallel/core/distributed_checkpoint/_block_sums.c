@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * XXH3 of blocks of 4096 bytes, faster than memory; and a box of a stored array read and compared with such sums on its
- * way to where it belongs. checksum.py and data_file.py do the same in Python where this is not built.
+ * XXH3 of blocks of 4096 bytes, faster than memory; a box of a stored array read and compared with such sums on its way
+ * to where it belongs; and a copy of much memory. checksum.py and data_file.py do the same in Python where this is not
+ * built.
  * Nothing here holds Python's lock while it works.
  */
 #define PY_SSIZE_T_CLEAN
@@ -140,6 +141,36 @@ WITH_AVX2 static uint64_t carried_by_avx2(const uint8_t *block, uint8_t *to) {
     return (uintptr_t)to % 32 ? plainly_carried(block, to) : taken_up(block, to);
 }
 
+#define AHEAD 2048 /* bytes that are asked for before they are needed */
+
+/* Past the cache: stores that went through it would first read what they write over. */
+WITH_AVX2 static void copied_by_avx2(uint8_t *to, const uint8_t *from, size_t size) {
+    size_t head = -(uintptr_t)to % 32;
+    if (size < AHEAD + head) {
+        memcpy(to, from, size);
+        return;
+    }
+    memcpy(to, from, head);
+    size_t at = head;
+    for (; at + 128 <= size; at += 128) {
+        _mm_prefetch((const char *)from + at + AHEAD, _MM_HINT_NTA); /* behind the end it does nothing */
+        _mm_prefetch((const char *)from + at + AHEAD + 64, _MM_HINT_NTA);
+        __m256i a = LOAD(from + at, 0), b = LOAD(from + at, 1), c = LOAD(from + at, 2), d = LOAD(from + at, 3);
+        __m256i *out = (__m256i *)(to + at);
+        _mm256_stream_si256(out, a), _mm256_stream_si256(out + 1, b);
+        _mm256_stream_si256(out + 2, c), _mm256_stream_si256(out + 3, d);
+    }
+    memcpy(to + at, from + at, size - at);
+    _mm_sfence();
+}
+
+static void copy_much(uint8_t *to, const uint8_t *from, size_t size) {
+    if (way_count > 1)
+        copied_by_avx2(to, from, size);
+    else
+        memcpy(to, from, size);
+}
+
 static void choose(void) {
     if (!__builtin_cpu_supports("avx2")) return;
     ways[1].name = "avx2", ways[1].sum = by_avx2, ways[1].carry = carried_by_avx2;
@@ -148,6 +179,7 @@ static void choose(void) {
 
 static void settle(void) { _mm_sfence(); } /* what went past the cache is seen by all */
 #else
+static void copy_much(uint8_t *to, const uint8_t *from, size_t size) { memcpy(to, from, size); }
 static void choose(void) {}
 static void settle(void) {}
 #endif
@@ -311,6 +343,22 @@ static PyObject *py_block_sums(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_copy(PyObject *self, PyObject *args) {
+    Py_buffer to, from;
+    if (!PyArg_ParseTuple(args, "w*y*:copy", &to, &from)) return NULL;
+    int fits = to.len == from.len;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_much(to.buf, from.buf, (size_t)from.len);
+        Py_END_ALLOW_THREADS
+    } else
+        PyErr_Format(PyExc_ValueError, "copy: %zd bytes do not fit into %zd", from.len, to.len);
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&from);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* What the box is made of; -1 with an error unless it lies in the chunk and its sums are there. */
 static int lay_out(Reader *r, int64_t from, PyObject *strides, const Py_buffer *out, const Py_buffer *sums) {
     int64_t last = from, in_file[MOST_DIMS];
@@ -379,6 +427,7 @@ done:
 static PyMethodDef methods[] = {
     {"block_sums", py_block_sums, METH_VARARGS,
      "block_sums(data, sums, way): fills sums with that of each block, by one of ``ways``, the last if none is given."},
+    {"copy", py_copy, METH_VARARGS, "copy(out, data): copies bytes that do not overlap."},
     {"read_box", py_read_box, METH_VARARGS,
      "read_box(fd, start, nbytes, offset, strides, out, sums, first_block) -> (bytes read, damaged block or -1)\n\n"
      "Fills the array with the box of a chunk that begins at an offset and has these strides, both in bytes."},

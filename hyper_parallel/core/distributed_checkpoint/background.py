@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
+from hyper_parallel.core.distributed_checkpoint.checksum import copy_bytes
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex, dtype_name
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform import get_platform
+
+_HEAD_START = 0.002  # seconds for the caller to go on, who would otherwise wait for the interpreter
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Staged(SavePlanner):
             made = spare.pop() if spare else None
         if made is None:
             made = _host_memory(tensor)
-        get_platform().load_into_param(made, tensor)
+        _copy_to(made, tensor)
         return key, made
 
     def release(self) -> None:
@@ -108,6 +112,14 @@ def _host_memory(tensor: Any) -> Any:
     # numpy asks for large pages where it has much to allocate, which makes both the first copy and all others faster.
     memory = np.empty(math.prod(tensor.shape) * platform.get_element_size(tensor), np.uint8)
     return platform.tensor_from_bytes(memory, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _copy_to(host: Any, tensor: Any) -> None:
+    memory = get_platform().tensor_memory(tensor)
+    if memory is not None and memory.flags.c_contiguous:
+        copy_bytes(get_platform().tensor_memory(host), memory)
+    else:
+        get_platform().load_into_param(host, tensor)
 
 
 class _Queue:
@@ -156,6 +168,7 @@ class _Queue:
 
 
 def _write(prepared: Prepared, staged: Staged, ranks: Ranks) -> Metadata:
+    time.sleep(_HEAD_START)
     try:
         return prepared.write(ranks)
     finally:

@@ -60,6 +60,14 @@ def block_sums(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return _sums(blocks.view("<u8").reshape(count, 4, 16, 8))
 
 
+def copy_bytes(out: NDArray[Any], data: NDArray[Any]) -> None:
+    """Copies a contiguous array to another of as many bytes, past the processor's cache where that is possible."""
+    if fast is not None:
+        fast.copy(out, data)
+    else:
+        out.reshape(-1).view(np.uint8)[...] = data.reshape(-1).view(np.uint8)
+
+
 def _sums(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = numbers ^ _KEYS
     added = ((mixed & _LOW) * (mixed >> _HALF)).sum(2) + numbers.sum(2)[..., [1, 0, 3, 2, 5, 4, 7, 6]]

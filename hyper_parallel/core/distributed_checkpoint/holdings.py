@@ -56,10 +56,11 @@ class Holdings:
 
     def data(self, name: str, offsets: tuple[int, ...]) -> Any:
         """The plain tensor of one of these chunks."""
-        part = next(p for p in self.parts(name) if tuple(offset for offset, _ in p.box) == offsets)
-        inside = tuple(slice(start, start + size) for start, (_, size) in zip(part.start, part.box, strict=True))
         local = self.tensors[name]
-        return local[inside] if self.entries[name].cut.sections else local
+        if not self.entries[name].cut.sections:
+            return local
+        part = next(p for p in self.parts(name) if tuple(offset for offset, _ in p.box) == offsets)
+        return local[tuple(slice(start, start + size) for start, (_, size) in zip(part.start, part.box, strict=True))]
 
 
 def holdings_of(
