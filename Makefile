@@ -3,17 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
+MINDSPORE_STAMP := .venv/.mindspore-installed
 
-.PHONY: help demo tour test check format docs operators bench fuzz kills clean
+.PHONY: help demo tour test test-mindspore check format docs operators bench fuzz kills clean
 
 help:  ## what there is
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c) | $(BIN)/python
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,cli,demo,models]'
+	@touch $@
+
+$(MINDSPORE_STAMP): $(STAMP)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,mindspore,dev]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -26,8 +31,11 @@ demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it
 tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
-test: check  ## formatting, lint, types and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: check  ## formatting, lint, types and all tests on PyTorch
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and those of both frameworks together
+	HYPER_PARALLEL_PLATFORM=mindspore GLOG_v=3 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## formatting, lint, types, generated documentation
 	$(BIN)/ruff format --check

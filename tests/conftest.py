@@ -1,12 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the rank processes with the session."""
+"""Tests run on PyTorch unless HYPER_PARALLEL_PLATFORM says otherwise; the rank processes end with the session.
+
+Workers of xdist take whole files, the longest ones first: one that began last would leave the other worker idle.
+"""
+
+import os
 
 import pytest
 
-from hyper_parallel.testing import close_ranks
+FRAMEWORK = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")  # both may be installed
+
+from hyper_parallel.testing import close_ranks, preload  # noqa: E402 - the framework must be chosen before
+
+# What is written for PyTorch, and what needs MindSpore; tests/backend is for both.
+collect_ignore = {
+    "torch": ["mindspore", "frameworks"],
+    "mindspore": ["distributed", "docs", "guards", "rules", "unit"],
+}[FRAMEWORK]
+collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.py"]
+
+if FRAMEWORK == "torch":
+    preload("hypothesis", "torch._dynamo")  # optimizers import the second
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session():
     yield
     close_ranks()
+
+
+LONGEST_FIRST = [  # by processor time, largest first: what is not here takes a few seconds
+    "rules/test_dispatch.py",
+    "distributed/test_llama_example.py",
+    "distributed/test_fused.py",
+    "rules/test_operators.py",
+    "rules/test_sweep.py",
+    "docs/test_documents.py",
+    "distributed/test_training.py",
+    "distributed/test_transformers.py",
+    "distributed/test_ranks.py",
+    "backend/test_collectives.py",
+    "distributed/test_warm_path.py",
+    "distributed/test_checkpoint_kills.py",
+    "distributed/test_loss_parallel.py",
+    "distributed/test_recurrent.py",
+    "distributed/test_multihead.py",
+    "distributed/test_redistribute.py",
+    "distributed/test_training_habits.py",
+    "rules/test_controls.py",
+]
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))

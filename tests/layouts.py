@@ -58,6 +58,20 @@ def _piece(indices, count, place):
 
 def split_up(whole, layout, rng):
     """Every place's shard; where a reduction is pending, parts of both signs that reduce to the whole."""
+    return {place: shard_of(part, layout, place) for place, part in _parts_of(whole, layout, rng).items()}
+
+
+def split_for(place, whole, layout, rng):
+    """What ``split_up`` gives one place, without cutting the others' shards."""
+    return shard_of(_parts_of(whole, layout, rng)[place], layout, place)
+
+
+def shard_of(part, layout, place):
+    return part[np.ix_(*own_indices(layout, part.shape, place))]
+
+
+def _parts_of(whole, layout, rng):
+    """What every place has before dims are cut."""
     parts = {(): whole}
     for axis, placement in enumerate(layout.placements):
         count = layout.mesh_shape[axis]
@@ -68,7 +82,7 @@ def split_up(whole, layout, rng):
                 pieces = cut_into_parts(value, placement.reduce_op, count, rng)
             split |= {(*place, i): piece for i, piece in enumerate(pieces)}
         parts = split
-    return {place: part[np.ix_(*own_indices(layout, whole.shape, place))] for place, part in parts.items()}
+    return parts
 
 
 def cut_into_parts(value, op, count, rng):

@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from torch import nn
-
 from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard, parallelize_module
 from hyper_parallel.core.tensor_parallel import Replicated, replicate
 
 
-def put_on_mesh(model: nn.Module, mesh: Any, *, sequence_parallel: bool = False) -> nn.Module:
-    """Cuts the model along "tp" and copies it along "dp"; tensors keep their shapes, so its code stays as it is."""
+def put_on_mesh(model: Any, mesh: Any, *, sequence_parallel: bool = False) -> Any:
+    """Cuts the model along "tp" and copies it along "dp"; tensors keep their shapes, so its code stays as it is.
+
+    It is the same for both frameworks: the parts of the model have the same names.
+    """
     heads, kv_heads, whole = model.config.heads, model.config.kv_heads, {"use_local_output": False}
     stream = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the layers
     norm = SequenceParallel() if sequence_parallel else Replicated()

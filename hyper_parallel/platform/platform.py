@@ -548,6 +548,22 @@ class Platform(ABC):
         """Makes the tensor a leaf that gets a gradient, and returns it."""
 
     @abstractmethod
+    def requires_grad(self, tensor: Any) -> bool:
+        """Whether a tensor gets a gradient, or was computed from one that does."""
+
+    @abstractmethod
+    def set_requires_grad(self, tensor: Any, requires_grad: bool) -> Any:
+        """Has a leaf get a gradient, or not; returns it."""
+
+    @abstractmethod
+    def detach(self, tensor: Any) -> Any:
+        """The same data outside the graph."""
+
+    @abstractmethod
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
+        """Copies a plain tensor's elements into another in place, whatever view of memory that is."""
+
+    @abstractmethod
     def no_grad(self) -> AbstractContextManager[Any]:
         """A context in which nothing is recorded for backward."""
 
@@ -888,7 +904,7 @@ def get_torch_platform() -> Platform:
 def get_mindspore_platform() -> Platform:
     """The platform on MindSpore."""
     try:
-        from hyper_parallel.platform.mindspore import MindSporePlatform  # type: ignore[import-not-found]
+        from hyper_parallel.platform.mindspore import MindSporePlatform
     except ModuleNotFoundError as error:
         raise ImportError(f"the MindSpore platform cannot be had here ({error})") from error
     chosen: Platform = MindSporePlatform()

@@ -86,7 +86,9 @@ class TensorTransform:
         pieces, start = [], 0
         for shape in shapes:
             stop = start + math.prod(shape)
-            pieces.append(received[start:stop].reshape(shape))
+            # A plain slice is quicker, but a framework may have no backward for one of nothing.
+            part = received[start:stop] if stop > start else platform.construct_strided_slice(received, [0], [0], [1])
+            pieces.append(part.reshape(shape))
             start = stop
         return platform.cat(pieces, gather_dim)
 

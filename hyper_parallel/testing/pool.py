@@ -41,6 +41,7 @@ START = 60.0
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _pools: dict[int, RankPool] = {}
+_preloaded: list[str] = []
 
 
 class RankError(AssertionError):
@@ -61,6 +62,11 @@ def run_ranks(
     """
     __tracebackhide__ = True  # pytest: the rank's own traceback is in the message
     return _pool(world_size).run(Target.of(function), args, kwargs, timeout)
+
+
+def preload(*modules: str) -> None:
+    """Names modules that many tests need: they are imported once, and every rank that starts afterwards has them."""
+    _preloaded.extend(modules)
 
 
 def on_ranks(world_size: int, *, timeout: float | None = None) -> Callable[[_F], _F]:
@@ -195,7 +201,8 @@ class _Rank:
             daemon=True,
             name=f"rank{number}",
         )
-        with warnings.catch_warnings(), _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
+        # MindSpore writes forty lines of warnings where a rank joins, unless GLOG_v says that errors are enough.
+        with warnings.catch_warnings(), _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOG_v="3"):
             self.process.start()
         child.close()
 
@@ -282,8 +289,8 @@ def _context(framework: str) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server that the ranks are forked from.
-    preload = ["hyper_parallel.testing.worker", f"hyper_parallel.platform.{framework}"]
-    context.set_forkserver_preload(preload + (["pytest"] if "pytest" in sys.modules else []))
+    modules = ["hyper_parallel.testing.worker", f"hyper_parallel.platform.{framework}"]
+    context.set_forkserver_preload(modules + (["pytest"] if "pytest" in sys.modules else []) + _preloaded)
     return context
 
 

@@ -2,8 +2,8 @@
 """Collectives in the graph against the same computation in one process, forward and gradient."""
 
 import frame
+import numpy as np
 import pytest
-import torch
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.testing import on_ranks
@@ -19,7 +19,7 @@ def test_all_reduce(op):
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_reduce(x, op, None),
-        lambda xs: [frame.REDUCTIONS[op](torch.stack(xs))] * 4,
+        lambda xs: [frame.reduce(op, xs)] * 4,
         same_shapes(4, 3, 2),
         platform.get_rank(),
     )
@@ -30,9 +30,9 @@ def test_all_reduce(op):
 def test_ties_share_the_gradient(op):
     platform = get_platform()
     x = frame.leaf([1.0, 2.0 + platform.get_rank()])
-    platform.differentiable_all_reduce(x, op, None).sum().backward()
+    frame.backward([platform.differentiable_all_reduce(x, op, None)], [np.ones(2)])
     won = float((op == "max") == (platform.get_rank() == 1))
-    frame.equal(x.grad, torch.tensor([1.0, 2.0 * won], dtype=torch.float64))
+    frame.equal(frame.grad(x), [1.0, 2.0 * won])
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
@@ -44,7 +44,7 @@ def test_gradient_of_a_product_with_zeros(zeros):
         inputs[rank][0] = 0.0
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_reduce(x, "prod", None),
-        lambda xs: [torch.stack(xs).prod(0)] * 4,
+        lambda xs: [frame.reduce("prod", xs)] * 4,
         inputs,
         platform.get_rank(),
     )
@@ -56,11 +56,12 @@ def test_gradient_of_a_reduction_whose_result_everyone_has(op):
     platform = get_platform()
     rank = platform.get_rank()
     parts = [frame.leaf(x) for x in same_shapes(4, 3)]
-    result = frame.REDUCTIONS[op](torch.stack(parts))
-    weight = torch.tensor(frame.draw(3, seed=50))
+    result = frame.reduce(op, parts)
+    weight = frame.draw(3, seed=50)
     frame.backward([result], [weight])
-    own = platform.reduction_gradient(op, weight, parts[rank].detach(), result.detach(), None)
-    frame.equal(own, parts[rank].grad)
+    mine, whole = platform.detach(parts[rank]), platform.detach(result)
+    own = platform.reduction_gradient(op, frame.tensor(weight), mine, whole, None)
+    frame.equal(own, frame.grad(parts[rank]))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -69,7 +70,7 @@ def test_all_gather_concat(dim):
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_gather_concat(x, None, 4, dim),
-        lambda xs: [torch.cat(xs, dim)] * 4,
+        lambda xs: [platform.cat(xs, dim)] * 4,
         same_shapes(4, 2, 3, 2),
         platform.get_rank(),
     )
@@ -83,7 +84,7 @@ def test_all_gather_of_uneven_pieces(dim, sizes):
     inputs = [frame.draw(*((n, 2) if dim == 0 else (2, n)), seed=r) for r, n in enumerate(sizes)]
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_gather_concat(x, None, 4, dim, sizes),
-        lambda xs: [torch.cat(xs, dim)] * 4,
+        lambda xs: [platform.cat(xs, dim)] * 4,
         inputs,
         platform.get_rank(),
     )
@@ -97,7 +98,7 @@ def test_reduce_scatter_even_uneven_and_with_empty_pieces(dim, rows, op):
     platform = get_platform()
 
     def simulate(xs):
-        whole = frame.REDUCTIONS[op](torch.stack(xs))
+        whole = frame.reduce(op, xs)
         return [platform.chunk(whole, dim, 4, r) for r in range(4)]
 
     frame.check_on_this_rank(
@@ -113,7 +114,7 @@ def test_all_to_all():
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_to_all(x, (4, 6), None),
-        lambda xs: [torch.cat([x.chunk(4)[r].reshape(1, 6) for x in xs]) for r in range(4)],
+        lambda xs: [platform.cat([platform.chunk(x, 0, 4, r).reshape(1, 6) for x in xs]) for r in range(4)],
         same_shapes(4, 8, 3),
         platform.get_rank(),
     )
@@ -121,6 +122,11 @@ def test_all_to_all():
 
 # SPLITS[i][j] rows go from rank i to rank j; rank 2 sends nothing and rank 3 gets nothing.
 SPLITS = [[1, 2, 0, 0], [3, 0, 1, 0], [0, 0, 0, 0], [2, 1, 5, 0]]
+
+
+def rows(x, splits, number):
+    start = sum(splits[:number])
+    return get_platform().construct_strided_slice(x, [start, 0], [start + splits[number], 2], [1, 1])
 
 
 @pytest.mark.parametrize("name", ["differentiable_all_to_all_single", "differentiable_all_to_all_single_async"])
@@ -134,7 +140,7 @@ def test_uneven_all_to_all(name):
     }[name]
     frame.check_on_this_rank(
         lambda x: call(x, SPLITS[rank], [SPLITS[i][rank] for i in range(4)], None),
-        lambda xs: [torch.cat([x.split(SPLITS[i])[r] for i, x in enumerate(xs)]) for r in range(4)],
+        lambda xs: [platform.cat([rows(x, SPLITS[i], r) for i, x in enumerate(xs)]) for r in range(4)],
         [frame.draw(sum(SPLITS[r]), 2, seed=r) for r in range(4)],
         rank,
     )
@@ -145,7 +151,7 @@ def test_all_to_all_without_splits_is_even():
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_to_all_single(x, None, None, None),
-        lambda xs: [torch.cat([x.chunk(2)[r] for x in xs]) for r in range(2)],
+        lambda xs: [platform.cat([platform.chunk(x, 0, 2, r) for x in xs]) for r in range(2)],
         same_shapes(2, 4, 3),
         platform.get_rank(),
     )
@@ -166,14 +172,15 @@ def test_in_a_subgroup():
     )
     frame.check_on_this_rank(
         lambda x: platform.differentiable_reduce_scatter(x, 2, 0, "sum", group),
-        lambda xs: [(xs[r % 2] + xs[r % 2 + 2]).chunk(2)[r // 2] for r in range(4)],
+        lambda xs: [platform.chunk(xs[r % 2] + xs[r % 2 + 2], 0, 2, r // 2) for r in range(4)],
         inputs,
         rank,
     )
 
 
 def exchange(xs, concat_dim, split_dim):
-    return [torch.cat([x.chunk(len(xs), split_dim)[r] for x in xs], concat_dim) for r in range(len(xs))]
+    platform, count = get_platform(), len(xs)
+    return [platform.cat([platform.chunk(x, split_dim, count, r) for x in xs], concat_dim) for r in range(count)]
 
 
 @pytest.mark.parametrize("boxed", [False, True])
@@ -202,20 +209,20 @@ def test_async_exchange_launched_by_the_caller_leaves_its_gradient_in_the_box():
     rank = platform.get_rank()
     inputs = same_shapes(4, 4, 8)
     x = frame.leaf(inputs[rank])
-    pieces = torch.stack(x.detach().chunk(4, 1))
+    pieces = frame.tensor(np.stack(np.split(inputs[rank], 4, 1)))
     buffer, work = platform.all_to_all_single(pieces, pieces.shape, None, async_op=True)
     box = []
     y = platform.differentiable_async_a2a_wait(x, work, buffer, None, 4, 0, 1, box)
-    everyone = [leaf.requires_grad_() for leaf in map(torch.tensor, inputs)]
+    everyone = [frame.leaf(values) for values in inputs]
     expected = exchange(everyone, 0, 1)
     frame.equal(y, expected[rank])
     weights = [frame.draw(*e.shape, seed=r) for r, e in enumerate(expected)]
     frame.backward([y], [weights[rank]])
     frame.backward(expected, weights)
-    frame.equal(x.grad, torch.zeros_like(x))  # it comes through the box
+    frame.equal(frame.grad(x), np.zeros((4, 8)))  # it comes through the box
     [(work, gradient)] = box
     work.wait()
-    frame.equal(torch.cat(gradient.unbind(0), 1), everyone[rank].grad)
+    frame.equal(np.concatenate(list(frame.array(gradient)), 1), frame.grad(everyone[rank]))
 
 
 @on_ranks(2)
@@ -251,14 +258,14 @@ def test_p2p_exchange():
 def test_gradients_of_gradients():
     platform = get_platform()
     x = frame.leaf([1.0 + platform.get_rank(), 3.0])
-    y = platform.differentiable_all_reduce(x**2, "sum", None)
-    [first] = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    y = platform.differentiable_all_reduce(x * x, "sum", None)
+    first = frame.gradient_in_graph((y * y).sum(), x)
     # y is the same on both ranks, and so are their losses: dL/dx = 2 ranks * 2y * 2x.
-    frame.equal(first, 8 * y.detach() * x.detach())
-    first.sum().backward()
+    mine, total = frame.array(platform.detach(x)), frame.array(platform.detach(y))
+    frame.equal(platform.detach(first), 8 * total * mine)
+    frame.run_backward([first.sum()])
     # d/dx of sum over both ranks of 8 y x: 8 y + 8 * 2x * (x_0 + x_1).
-    total = torch.tensor([3.0, 6.0], dtype=torch.float64)
-    frame.equal(x.grad, 8 * y.detach() + 16 * x.detach() * total)
+    frame.equal(frame.grad(x), 8 * total + 16 * mine * np.array([3.0, 6.0]))
 
 
 @on_ranks(4)
@@ -266,18 +273,18 @@ def test_transform_steps_along_any_dim_with_uneven_pieces():
     platform = get_platform()
     rank = platform.get_rank()
     transform = platform.get_tensor_transform()
-    whole = torch.tensor(frame.draw(6, 5, seed=9))
+    whole = frame.tensor(frame.draw(6, 5, seed=9))
     rows, columns = ([platform.chunk(whole, dim, 4, r) for r in range(4)] for dim in (0, 1))
     frame.check_on_this_rank(
         lambda x: transform.all_to_all(x, 0, 1, None, [r.shape[0] for r in rows]),
-        lambda xs: [platform.chunk(torch.cat(xs), 1, 4, r) for r in range(4)],
-        rows,
+        lambda xs: [platform.chunk(platform.cat(xs), 1, 4, r) for r in range(4)],
+        [frame.array(r) for r in rows],
         rank,
     )
     frame.equal(transform.all_to_all(rows[rank], 0, 1, None, [r.shape[0] for r in rows]), columns[rank])
     frame.equal(transform.all_gather(columns[rank], 1, None, [c.shape[1] for c in columns]), whole)
     frame.equal(transform.slice(whole, 1, 4, rank), columns[rank])
-    frame.equal(transform.reduce_scatter(whole, 1, "sum", None), 4 * columns[rank])
+    frame.equal(transform.reduce_scatter(whole, 1, "sum", None), 4 * frame.array(columns[rank]))
     frame.equal(transform.all_reduce(whole, "max", None), whole)
     with pytest.raises(ValueError, match="both 1"):
         transform.all_to_all(whole, 1, -1, None)
@@ -288,7 +295,7 @@ def test_transform_steps_along_any_dim_with_uneven_pieces():
 @on_ranks(2)
 def test_bad_input_names_what_is_wrong():
     platform = get_platform()
-    x = torch.ones(4, 2)
+    x = frame.tensor(np.ones((4, 2)))
     with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, prod, got 'mean'"):
         platform.differentiable_all_reduce(x, "mean", None)
     with pytest.raises(ValueError, match="concat_size must be the group's size, 2, got 3"):
@@ -308,7 +315,7 @@ def test_bad_input_names_what_is_wrong():
     with pytest.raises(ValueError, match="must be divisible by 2 ranks"):
         platform.differentiable_all_to_all_single(x[:3], None, None, None)
     with pytest.raises(ValueError, match="at least one dim"):
-        platform.differentiable_all_to_all_single(torch.tensor(1.0), None, None, None)
+        platform.differentiable_all_to_all_single(frame.tensor(1.0), None, None, None)
     with pytest.raises(ValueError, match="split_dim 1 of"):
         platform.differentiable_async_a2a_launch(x[:, :1], None, 2, 0, 1)
     with pytest.raises(ValueError, match="both 1; they must differ"):
@@ -331,6 +338,6 @@ def test_backward_whose_peer_never_comes_is_an_error():
     y = platform.differentiable_all_reduce(x, "sum", group)
     if platform.get_rank() == 0:
         with pytest.raises(CommunicationError, match=r"all_reduce on .* ranks that never came: \[1\]") as raised:
-            y.sum().backward()
+            frame.run_backward([y.sum()])
         assert raised.value.missing == (1,)
     platform.barrier()

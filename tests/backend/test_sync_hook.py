@@ -4,8 +4,9 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import frame
+import numpy as np
 import pytest
-import torch
 
 from hyper_parallel import get_platform
 from hyper_parallel.core.pipeline_parallel import HookCoordinator
@@ -29,7 +30,7 @@ class Logged(HookCoordinator):
         self.log.append(("goes on", role))
 
 
-class Communication(torch.autograd.Function):
+class Communication(get_platform().Function):
     """Stands for a collective: doubles forward, and its adjoint doubles backward; notes when it has been launched."""
 
     @staticmethod
@@ -53,22 +54,34 @@ def run_model(x, weights, coordinator=None, log=None, fail_at=None):
 
     for layer, weight in enumerate(weights):
         x = Communication.apply(hook(x, "A"), log)
-        x = torch.tanh(hook(x, "B") @ weight)
+        x = (hook(x, "B") @ weight).tanh()
         if fail_at == layer:
             raise ZeroDivisionError("the expert failed")
         x = Communication.apply(hook(x, "C"), log)
         if layer < len(weights) - 1:
-            x = torch.sin(hook(x, "D"))
+            x = hook(x, "D").sin()
     return x
 
 
 def new_leaves(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(LAYERS + 1)]
+    return [frame.leaf(frame.draw(4, 4, seed=100 * seed + i), "float32") for i in range(LAYERS + 1)]
+
+
+def same(actual, expected):
+    """Equal bit by bit."""
+    return np.array_equal(*(frame.array(get_platform().detach(x)) for x in (actual, expected)))
+
+
+def gradients(leaves):
+    """The gradients of the sum of the model's output, alone."""
+    fresh = [frame.leaf(frame.array(get_platform().detach(leaf)), "float32") for leaf in leaves]
+    frame.run_backward([run_model(fresh[0], fresh[1:]).sum()])
+    return [frame.grad(leaf) for leaf in fresh]
 
 
 def side_by_side(coordinator, *functions):
     def run(function):
+        frame.recording()  # on this thread
         with coordinator.side():
             return function()
 
@@ -80,27 +93,29 @@ def side_by_side(coordinator, *functions):
 def test_forward_and_backward_take_turns_and_change_nothing():
     x1, *w1 = new_leaves(1)
     x2, *w2 = new_leaves(2)
-    expected1, expected2 = run_model(x1, w1).detach(), run_model(x2, w2)
-    expected_grads = torch.autograd.grad(expected2.sum(), [x2, *w2])
+    expected1, expected2 = run_model(x1, w1), run_model(x2, w2)
+    expected_grads = gradients([x2, *w2])
 
     log = []
     coordinator = Logged(log)
     y2 = run_model(x2, w2, coordinator, log)  # disabled: runs through alone
-    assert torch.equal(y2, expected2)
+    assert same(y2, expected2)
     assert [kind for kind, _ in log] == ["launched"] * (2 * LAYERS)
     log.clear()
     coordinator.enable()
-    y1, failure = side_by_side(coordinator, lambda: run_model(x1, w1, coordinator, log), lambda: y2.sum().backward())
+    y1, failure = side_by_side(
+        coordinator, lambda: run_model(x1, w1, coordinator, log), lambda: frame.run_backward([y2.sum()])
+    )
 
     assert failure is None, failure
-    assert torch.equal(y1, expected1)
+    assert same(y1, expected1)
     for leaf, grad in zip([x2, *w2], expected_grads, strict=True):
-        assert torch.equal(leaf.grad, grad)
+        assert same(frame.grad(leaf), grad)
     assert_alternates(log)
     # And the forward that ran side by side has a graph as good as any.
-    grads = torch.autograd.grad(y1.sum(), [x1, *w1])
-    alone = torch.autograd.grad(run_model(x1, w1).sum(), [x1, *w1])
-    assert all(torch.equal(got, want) for got, want in zip(grads, alone, strict=True))
+    frame.run_backward([y1.sum()])
+    for leaf, grad in zip([x1, *w1], gradients([x1, *w1]), strict=True):
+        assert same(frame.grad(leaf), grad)
 
 
 def assert_alternates(log):
@@ -138,12 +153,12 @@ def test_roles_by_name_and_direction(name):
         def notify_dispatched(self, role):
             calls.append(f"dispatched {role}")
 
-    x = torch.arange(3.0, requires_grad=True)
+    x = frame.leaf([0.0, 1.0, 2.0])
     y = get_platform().differentiable_sync_hook(x, name, Recorder())
-    assert torch.equal(y, x)
+    frame.equal(get_platform().detach(y), [0.0, 1.0, 2.0], 0)
     forward, calls[:] = list(calls), []
-    y.backward(torch.tensor([1.0, 2.0, 3.0]))
-    assert torch.equal(x.grad, torch.tensor([1.0, 2.0, 3.0]))
+    frame.backward([y], [[1.0, 2.0, 3.0]])
+    frame.equal(frame.grad(x), [1.0, 2.0, 3.0], 0)
 
     def told(role):
         # COMPUTE stands behind a communication, which has been dispatched then.
@@ -161,7 +176,7 @@ def test_a_forward_that_fails_releases_the_backward():
     coordinator.enable()
     before = time.monotonic()
     failed, released = side_by_side(
-        coordinator, lambda: run_model(x1, w1, coordinator, fail_at=1), lambda: y2.sum().backward()
+        coordinator, lambda: run_model(x1, w1, coordinator, fail_at=1), lambda: frame.run_backward([y2.sum()])
     )
     assert time.monotonic() - before < 10
     assert isinstance(failed, ZeroDivisionError)
@@ -177,7 +192,9 @@ def test_a_backward_that_fails_releases_the_forward():
     w2[1].register_hook(fail)
     coordinator.enable()
     before = time.monotonic()
-    released, failed = side_by_side(coordinator, lambda: run_model(x1, w1, coordinator), lambda: y2.sum().backward())
+    released, failed = side_by_side(
+        coordinator, lambda: run_model(x1, w1, coordinator), lambda: frame.run_backward([y2.sum()])
+    )
     assert time.monotonic() - before < 10
     assert isinstance(failed, ZeroDivisionError)
     assert isinstance(released, RuntimeError)
@@ -195,15 +212,17 @@ def test_the_side_that_finishes_first_lets_the_other_run_on():
     coordinator = HookCoordinator(timeout=20.0)
     y2 = run_model(x2, w2[:1], coordinator)  # one layer only, of three
     coordinator.enable()
-    y1, failure = side_by_side(coordinator, lambda: run_model(x1, w1, coordinator), lambda: y2.sum().backward())
+    y1, failure = side_by_side(
+        coordinator, lambda: run_model(x1, w1, coordinator), lambda: frame.run_backward([y2.sum()])
+    )
     assert failure is None
-    assert torch.equal(y1, expected)
+    assert same(y1, expected)
 
 
 @pytest.mark.parametrize("name", ["E", "", "a", None])
 def test_an_unknown_hook_is_refused(name):
     with pytest.raises(ValueError, match="hook_name must be one of A, B, C, D"):
-        get_platform().differentiable_sync_hook(torch.ones(1), name, HookCoordinator())
+        get_platform().differentiable_sync_hook(frame.tensor([1.0]), name, HookCoordinator())
 
 
 @pytest.mark.parametrize("value", [None, [1.0], 3.0])

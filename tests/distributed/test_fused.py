@@ -563,22 +563,22 @@ def outcome(call, structure, leaves):
     return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], gradients
 
 
-def run_case(case, arrays, mesh, number, placement):
-    """The case with one operand cut so and the others copied, compared with the plain one."""
-    expected, gradients = outcome(case.call, arrays, [leaf(array) for array in flat(arrays)])
+def run_case(case, arrays, mesh, number, placement, truth):
+    """The case with one operand cut so and the others copied, compared with the outcome of the plain one."""
+    expected, gradients = truth
     placements = [[placement if i == number else R] for i in range(len(flat(arrays)))]
     pairs = zip(flat(arrays), placements, strict=True)
     found, mine = outcome(case.call, arrays, [distribute_tensor(leaf(one), mesh, placed) for one, placed in pairs])
     agree(found, expected)
-    for one, truth in zip(mine, gradients, strict=True):
+    for one, gradient in zip(mine, gradients, strict=True):
         if one is not None:
-            agree([one], [torch.zeros_like(one) if truth is None else truth])
+            agree([one], [torch.zeros_like(one) if gradient is None else gradient])
 
 
-def is_refused(error, case, arrays, mesh, number, dim):
+def is_refused(error, case, arrays, mesh, number, dim, truth):
     """Whether an error is one that says so, such as for running statistics, or the dim cannot be cut as one either."""
     try:
-        run_case(case, arrays, mesh, number, Shard(dim))
+        run_case(case, arrays, mesh, number, Shard(dim), truth)
     except Exception:
         return True
     return isinstance(error, OperatorError)
@@ -588,17 +588,18 @@ def check_case(case, mesh):
     """With each dim of each operand cut section by section: what failed, how much ran, what is refused."""
     sizes = next(name for name in ("uneven", "even", "empty") if name in case.sizes)
     arrays = draw(case, SIZES[sizes], np.random.default_rng(0))
+    truth = outcome(case.call, arrays, [leaf(array) for array in flat(arrays)])
     failed, ran, refused = [], 0, []
     for number, array in enumerate(flat(arrays)):
         for dim, size in enumerate(array.shape):
             ones = min(3, size)  # so that no rank has as much as of a dim that is cut as one
             placement = FusedShard(dim, (1,) * ones + (size - ones,))
             try:
-                run_case(case, arrays, mesh, number, placement)
+                run_case(case, arrays, mesh, number, placement, truth)
                 ran += 1
             except Exception as error:
                 told = f"{case.name}, operand {number}, {placement}: {type(error).__name__}: {error}"
-                (refused if is_refused(error, case, arrays, mesh, number, dim) else failed).append(told)
+                (refused if is_refused(error, case, arrays, mesh, number, dim, truth) else failed).append(told)
     return failed, ran, refused
 
 

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from frame import LiveBytes
+from live_bytes import LiveBytes
 from torch import nn
 
 from hyper_parallel import (

@@ -3,7 +3,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -231,19 +230,35 @@ def test_the_model_knows_nothing_of_parallelism():
 # --- the scripts as people start them
 
 
-def test_the_demo_and_the_command_that_it_prints(tmp_path):
+def train_as_the_script(arguments):
+    options = train.read_options(arguments)
+    shape = tuple(int(ranks) for ranks in options.mesh.split("x"))
+    train.train(options, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
+
+
+def test_the_demo_and_the_command_that_it_prints(tmp_path, monkeypatch, capfd):
+    """One process and the four that are killed are started by the script; the ranks that are there do the others."""
+    start, after = demo.run, len(demo.TORCHRUN) + 1
+
+    def run(arguments):
+        if arguments[: after - 1] != demo.TORCHRUN:
+            return start(arguments)
+        assert arguments[after - 1] == str(demo.TRAIN)
+        return run_ranks(train_as_the_script, demo.DP * demo.TP, arguments[after:], timeout=300)
+
     sizes = [*SMALL.removesuffix("float64").split(), "float32"]
-    command = [sys.executable, "-W", "error", EXAMPLE / "demo.py", "--steps", "6", "--out", tmp_path, *sizes]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "6", "--out", str(tmp_path), *sizes])
+    demo.main()
+    out = capfd.readouterr().out
     one, many = (demo.read_losses(tmp_path / name) for name in ("one", "mesh"))
     assert list(one) == list(range(1, 7))
     assert many == pytest.approx(one, rel=1e-6)
     for step, loss in one.items():
-        assert re.search(rf"\b{step} .* {loss:.7f} .* {many[step]:.7f} ", run.stdout), run.stdout
-    assert re.search(r"tp .* forward .* all-reduce .* 5 .* 8 ", run.stdout), run.stdout
+        assert re.search(rf"\b{step} .* {loss:.7f} .* {many[step]:.7f} ", out), out
+    assert re.search(r"tp .* forward .* all-reduce .* 5 .* 8 ", out), out
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    [further] = re.findall(r"/python \S+train\.py (.*)", run.stdout)
+    [further] = re.findall(r"/python \S+train\.py (.*)", out)
     options = train.read_options(further.split())
     assert options.steps == 12
     assert train.config_of(options).dim == 32

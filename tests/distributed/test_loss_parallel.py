@@ -9,7 +9,7 @@ from math import inf
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
-from frame import LiveBytes
+from live_bytes import LiveBytes
 from torch import nn
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh

@@ -9,8 +9,8 @@ import textwrap
 import time
 import warnings
 
+import frame
 import pytest
-import torch
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
@@ -19,7 +19,7 @@ from hyper_parallel.testing import RankError, close_ranks, on_ranks, run_ranks
 
 def meet():
     platform = get_platform()
-    return platform.all_reduce(torch.ones(1), None).item()
+    return frame.array(platform.all_reduce(frame.tensor([1.0]), None)).item()
 
 
 def describe(power, *, plus=0):
@@ -100,32 +100,31 @@ def test_a_busy_hang_ends_at_the_timeout():
 def leave_things_behind():
     platform = get_platform()
     platform.create_group([0, 1])
-    platform.isend(torch.ones(1), 1 - platform.get_rank())  # nobody receives it
+    platform.isend(frame.tensor([1.0]), 1 - platform.get_rank())  # nobody receives it
     platform.set_grad_reduce_handle(None, None)
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
     sys.path.append("left behind")
     warnings.simplefilter("ignore")
-    torch.manual_seed(platform.get_rank() + 10)
+    platform.manual_seed(platform.get_rank() + 10)
     return os.getpid()
 
 
 def look_around():
     platform = get_platform()
-    received = torch.full((1,), 7.0)
-    works = [platform.isend(received, 1 - platform.get_rank())]
-    buffer = torch.zeros(1)
+    works = [platform.isend(frame.tensor([7.0]), 1 - platform.get_rank())]
+    buffer = frame.tensor([0.0])
     works.append(platform.irecv(buffer, 1 - platform.get_rank()))
     for work in works:
         work.wait()
     return {
         "pid": os.getpid(),
         "groups": dict(EXISTING_COMM_GROUPS),
-        "received": buffer.item(),
+        "received": frame.array(buffer).item(),
         "environment": os.environ.get("LEFT_BEHIND"),
         "directory": os.getcwd(),  # noqa: PTH109
         "path": "left behind" in sys.path,
-        "draw": torch.rand(1).item(),
+        "draw": frame.array(frame.drawn_by_the_framework(1)).item(),
         "warnings": len(warnings.filters),
     }
 
@@ -202,7 +201,7 @@ def only_one_rank_sees_the_error():
     if platform.get_rank() == 0:
         platform.all_reduce("no tensor", None)
     try:
-        platform.all_reduce(torch.ones(1), None)
+        platform.all_reduce(frame.tensor([1.0]), None)
     except CommunicationError as error:
         return error.missing
     return None

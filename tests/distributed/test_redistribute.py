@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts_on, meshes, own_indices, split_up
 
-from hyper_parallel import get_platform
+from hyper_parallel import distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
@@ -164,3 +164,12 @@ def test_what_stays_is_not_touched():
     moved.sum().backward()
     assert local.grad.tolist() == [1, 1]
     assert get_platform().get_rank() == layout.mesh.get_coordinate()[0]
+
+
+@on_ranks(4)
+def test_dtypes_that_travel_as_bytes_in_shards_of_different_sizes():
+    mesh = init_device_mesh("cpu", (4,))
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        whole = (torch.arange(35) % 2).reshape(7, 5).to(dtype)  # 2, 2, 1 and no columns
+        found = distribute_tensor(whole, mesh, [Shard(1)]).full_tensor()
+        assert torch.equal(found.to(torch.complex64), whole.to(torch.complex64)), dtype

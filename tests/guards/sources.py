@@ -2,6 +2,7 @@
 """Reads the package's sources: what a module imports, what a package exports."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,8 +15,13 @@ def modules(package):
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(file.read_text(), str(file))
+        found[name] = _parsed(file.read_text(), str(file))
     return found
+
+
+@functools.cache  # many tests look at the same trees, and none changes them
+def _parsed(text, file):
+    return ast.parse(text, file)
 
 
 def is_package(package, name):

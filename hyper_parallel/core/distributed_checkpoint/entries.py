@@ -87,7 +87,7 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
     if get_platform().is_meta(local):
         raise CheckpointError("the tensor is on the meta device and has no data; initialise it first", field=name)
     layout = getattr(tensor, "layout", None)
-    grad = bool(tensor.requires_grad)
+    grad = get_platform().requires_grad(tensor)
     if isinstance(layout, Layout):
         if layout.is_partial():
             raise CheckpointError(f"{layout} has a pending reduction: call reduce_partial() on it first", field=name)

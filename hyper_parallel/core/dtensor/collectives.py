@@ -62,7 +62,7 @@ def _moved(way: _Way, local: Any, value: Any) -> Any:
     if value is None:
         with cause(way.implicit):
             value = run(plan(way.source, way.target, way.shape, get_platform().get_element_size(local)), local)
-    return value.detach()
+    return get_platform().detach(value)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -375,7 +375,7 @@ def _functions() -> dict[str, Any]:
         @staticmethod
         def forward(ctx: Any, local: Any, layout: Layout, axis: int) -> Any:
             ctx.op, ctx.group = layout.placements[axis].reduce_op, layout.mesh.get_group(axis)  # type: ignore[attr-defined]
-            result = platform.get_tensor_transform().all_reduce(local.detach(), ctx.op, ctx.group)
+            result = platform.get_tensor_transform().all_reduce(platform.detach(local), ctx.op, ctx.group)
             ctx.save_for_backward(local, result)
             return result
 

@@ -185,9 +185,9 @@ def distribute_tensor(
         group = platform.create_group(layout.rank_list)
         tensor = platform.broadcast(platform.clone(tensor), src_data_rank, group)
     whole = layout.with_placements([Replicate()] * layout.mesh.ndim)
-    shard = redistribute(tensor.detach(), whole, layout, tuple(tensor.shape))
+    shard = redistribute(platform.detach(tensor), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
-    return DTensor(shard.requires_grad_(tensor.requires_grad), layout, tensor.shape)
+    return DTensor(platform.set_requires_grad(shard, platform.requires_grad(tensor)), layout, tensor.shape)
 
 
 # --- modules

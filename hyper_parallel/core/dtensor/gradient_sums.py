@@ -79,7 +79,7 @@ def _function() -> Any:
         @staticmethod
         def forward(ctx: Any, leaf: Any, layout: Layout, shape: Sequence[int], axes: tuple[int, ...]) -> Any:
             ctx.leaf, ctx.layout, ctx.shape, ctx.axes = leaf, layout, shape, axes
-            return leaf.detach()
+            return platform.detach(leaf)
 
         @staticmethod
         def backward(ctx: Any, part: Any) -> Any:

@@ -41,7 +41,7 @@ def from_native(dtensor: Any) -> DTensor:
     made = DTensor.from_local(parts.local, mesh_from_native(parts.mesh), placements, shape=parts.shape)
     if not parts.is_parameter:
         return made
-    parameter: DTensor = platform.Parameter(made, requires_grad=parts.local.requires_grad)
+    parameter: DTensor = platform.Parameter(made, requires_grad=platform.requires_grad(parts.local))
     return parameter
 
 

@@ -244,7 +244,8 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     if platform.is_floating_point(result):
         for operand in operands:
             if platform.is_recorded(operand) and platform.is_floating_point(operand):
-                result = result + operand.reshape(-1)[:0].sum().to(result.dtype)
+                nothing = operand.reshape(-1)[:0].to(result.dtype)
+                result = platform.cat([result.reshape(-1), nothing]).reshape(result.shape)
     return result
 
 
@@ -302,7 +303,7 @@ class Whole:
             wholes.append(local_for(tensor, target))
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
-            wholes[0] = wholes[0].clone()  # in the graph
+            wholes[0] = platform.operator("clone")(wholes[0])  # in the graph
         shards, before = iter(wholes), [platform.version_of(whole) for whole in wholes]
         args, kwargs = replaced(args, shards), {name: replaced(value, shards) for name, value in kwargs.items()}
         result = as_one_device(self._mesh, lambda: self._func(*args, **kwargs))  # it may draw random numbers
@@ -361,5 +362,5 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
         raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
-    target._local.copy_(local_for(result, target._layout))
+    platform.copy_into(target._local, local_for(result, target._layout))
     return target

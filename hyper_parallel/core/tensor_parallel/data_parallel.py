@@ -74,7 +74,7 @@ def _is_of(root: DeviceMesh, mesh: DeviceMesh, name: str) -> bool:
 
 
 def _on_all_axes(tensor: DTensor, line: DeviceMesh, mesh: DeviceMesh, source: int | None) -> DTensor:
-    local = tensor.to_local().detach()
+    local = platform.detach(tensor.to_local())
     if source is not None and not platform.is_meta(local):
         local = platform.broadcast(platform.clone(local), line.rank_list[source], line.get_group())
     own = tensor.device_mesh.mesh_dim_names or ()
@@ -82,4 +82,4 @@ def _on_all_axes(tensor: DTensor, line: DeviceMesh, mesh: DeviceMesh, source: in
         tensor.placements[own.index(name)] if name in own else Replicate() for name in mesh.mesh_dim_names or ()
     ]
     layout = Layout.from_device_mesh(mesh)(placements).bind(len(tensor.shape))
-    return DTensor(local.requires_grad_(tensor.requires_grad), layout, tensor.shape)
+    return DTensor(platform.set_requires_grad(local, platform.requires_grad(tensor)), layout, tensor.shape)

@@ -15,6 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from hyper_parallel.platform.checks import (
+    HOOK_ROLES,
+    check_all_to_all,
+    check_count,
+    check_dim,
+    check_hook,
+    check_pieces,
+    check_sizes,
+    check_split,
+    check_transposed,
+    meet,
+)
 from hyper_parallel.platform.torch import gloo
 from hyper_parallel.platform.torch.collectives import (
     Collectives,
@@ -24,15 +36,6 @@ from hyper_parallel.platform.torch.collectives import (
 )
 from hyper_parallel.platform.torch.faults import Handle
 from hyper_parallel.platform.transform import chunk_sizes
-
-# (role in forward, role in backward). A and C stand before a communication, B and D after it; backward passes them
-# the other way round.
-HOOK_ROLES = {
-    "A": ("COMM", "COMPUTE"),
-    "B": ("COMPUTE", "COMM"),
-    "C": ("COMM", "COMPUTE"),
-    "D": ("COMPUTE", "COMM"),
-}
 
 
 class Differentiable(Collectives):
@@ -67,21 +70,18 @@ class Differentiable(Collectives):
     ) -> Any:
         call = "differentiable_all_gather_concat"
         resolved = self._group(call, group)
-        dim = _check_dim(call, "concat_dim", data, concat_dim)
-        _check_count(call, "concat_size", concat_size, resolved)
-        sizes = [data.shape[dim]] * concat_size if sizes is None else list(sizes)
-        if len(sizes) != concat_size or sizes[resolved.rank()] != data.shape[dim]:
-            raise ValueError(
-                f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {data.shape[dim]}; got "
-                f"{sizes} for {concat_size} ranks on group rank {resolved.rank()}"
-            )
+        check_tensor(call, data)
+        dim = check_dim(call, "concat_dim", data, concat_dim)
+        check_count(call, "concat_size", concat_size, resolved)
+        sizes = check_sizes(call, data, dim, sizes, resolved)
         return _AllGather.apply(data, dim, sizes, resolved, self)
 
     def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
         call = "differentiable_reduce_scatter"
         resolved = self._group(call, group)
-        dim = _check_dim(call, "axis", data, axis)
-        _check_count(call, "dev_num", dev_num, resolved)
+        check_tensor(call, data)
+        dim = check_dim(call, "axis", data, axis)
+        check_count(call, "dev_num", dev_num, resolved)
         check_reducible(call, data, op, resolved)
         return _ReduceScatter.apply(data, dim, chunk_sizes(data.shape[dim], dev_num), op, resolved, self)
 
@@ -124,15 +124,7 @@ class Differentiable(Collectives):
     ) -> Any:
         resolved = self._group(call, group)
         check_tensor(call, x)
-        size = resolved.size()
-        if x.dim() == 0:
-            raise ValueError(f"{call}: expected a tensor with at least one dim, got a scalar")
-        if (input_splits is None or output_splits is None) and x.shape[0] % size:
-            raise ValueError(f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks")
-        inputs = _check_splits(call, "input_splits", input_splits, size, x.shape[0])
-        outputs = _check_splits(
-            call, "output_splits", output_splits, size, None if output_splits is not None else x.shape[0]
-        )
+        inputs, outputs = check_all_to_all(call, x, input_splits, output_splits, resolved.size())
         return _UnevenAllToAll.apply(x, inputs, outputs, resolved, self, call)
 
     def differentiable_async_a2a_launch(
@@ -145,12 +137,12 @@ class Differentiable(Collectives):
         handle_box: list[Any] | None = None,
     ) -> tuple[Any, Any, Any]:
         call = "differentiable_async_a2a_launch"
-        resolved, concat, split = self._checked_a2a(call, x, group, world_size, concat_dim, split_dim)
-        if x.shape[split] % world_size:
-            raise ValueError(f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks")
+        resolved = self._group(call, group)
+        check_tensor(call, x)
+        _, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)  # the wait uses the other
+        check_split(call, x, split, world_size)
         pieces = _to_pieces(x.detach(), split, world_size)
         buffer, work = self._exchange(call, pieces, pieces.shape, None, None, resolved)
-        del concat  # only checked: the wait uses it
         return _Launched.apply(x, split, handle_box), work, buffer
 
     def differentiable_async_a2a_wait(
@@ -165,33 +157,14 @@ class Differentiable(Collectives):
         handle_box: list[Any] | None = None,
     ) -> Any:
         call = "differentiable_async_a2a_wait"
-        resolved, concat, split = self._checked_a2a(call, x, group, world_size, concat_dim, split_dim)
-        piece = list(x.shape)
-        piece[split] //= world_size
-        if list(out_perm.shape) != [world_size, *piece]:
-            raise ValueError(
-                f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(out_perm.shape)}"
-            )
+        resolved = self._group(call, group)
+        check_tensor(call, x)
+        concat, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)
+        check_pieces(call, x, out_perm, split, world_size)
         return _AsyncWait.apply(x, work, out_perm, resolved, concat, split, handle_box, self)
 
-    def _checked_a2a(
-        self, call: str, x: Any, group: Any, world_size: int, concat_dim: int, split_dim: int
-    ) -> tuple[dist.ProcessGroup, int, int]:
-        resolved = self._group(call, group)
-        _check_count(call, "world_size", world_size, resolved)
-        concat, split = (
-            _check_dim(call, "concat_dim", x, concat_dim),
-            _check_dim(call, "split_dim", x, split_dim),
-        )
-        if concat == split:
-            raise ValueError(f"{call}: concat_dim and split_dim are both {concat}; they must differ")
-        return resolved, concat, split
-
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
-        if hook_name not in HOOK_ROLES:
-            raise ValueError(
-                f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}"
-            )
+        check_hook(hook_name)
         check_tensor("differentiable_sync_hook", x)
         return _SyncHook.apply(x, hook_name, coordinator)
 
@@ -402,22 +375,13 @@ class _SyncHook(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, hook_name: str, coordinator: Any) -> Any:
         ctx.hook_name, ctx.coordinator = hook_name, coordinator
-        _meet(coordinator, HOOK_ROLES[hook_name][0])
+        meet(coordinator, HOOK_ROLES[hook_name][0])
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _meet(ctx.coordinator, HOOK_ROLES[ctx.hook_name][1])
+        meet(ctx.coordinator, HOOK_ROLES[ctx.hook_name][1])
         return grad, None, None
-
-
-def _meet(coordinator: Any, role: str) -> None:
-    if not coordinator.is_enabled():
-        return
-    if role == "COMPUTE":
-        # This hook stands behind a communication of this side: it has been dispatched.
-        coordinator.notify_dispatched(coordinator.COMM)
-    coordinator.rendezvous(getattr(coordinator, role))
 
 
 class _Exchange(Function):
@@ -436,28 +400,3 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform), None, None, None
-
-
-def _check_dim(call: str, name: str, data: Any, dim: Any) -> int:
-    check_tensor(call, data)
-    if not isinstance(dim, int) or not -data.dim() <= dim < data.dim():
-        raise ValueError(f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}")
-    return dim % data.dim()
-
-
-def _check_count(call: str, name: str, count: Any, group: dist.ProcessGroup) -> None:
-    if count != group.size():
-        raise ValueError(f"{call}: {name} must be the group's size, {group.size()}, got {count!r}")
-
-
-def _check_splits(call: str, name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int]:
-    """The splits as a list, equal ones if there are none; a ValueError if they do not fit the group or dim 0."""
-    if splits is None:
-        assert total is not None
-        return [total // size] * size
-    found = [int(s) for s in splits]
-    if len(found) != size or min(found) < 0:
-        raise ValueError(f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}")
-    if total is not None and sum(found) != total:
-        raise ValueError(f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}")
-    return found

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.platform.errors import CommunicationError
+from hyper_parallel.platform.errors import CommunicationError, unfinished
 
 # How long a failed rank waits for the notes of the others. They fail at about the same time: the first to give up
 # closes its connections.
@@ -162,28 +162,6 @@ def _communication_error(
     ranks: list[int],
     notes: dict[int, str] | None,
 ) -> CommunicationError:
-    name = f"group {group.group_name!r} of ranks {ranks}" if group is not None else f"ranks {ranks}"
-    where = f"rank {dist.get_rank()}: {collective} on {name} did not complete"
-    missing: tuple[int, ...] | None = None
-    if notes is None:
-        what = "which ranks are missing cannot be known, because the job's store does not answer (did its host end?)"
-    else:
-        missing = tuple(r for r in ranks if r not in notes)
-        others = {r: note for r, note in notes.items() if note != collective}
-        if missing:
-            what = f"ranks that never came: {list(missing)}"
-        elif others:
-            what = "the ranks called different collectives: " + ", ".join(f"rank {r} {n}" for r, n in others.items())
-        else:
-            what = "every rank came, but not all in time, or with data that does not fit together"
-    return CommunicationError(
-        f"{where}; {what}. Check that every rank of the group makes this call, in the same order; the time allowed is "
-        f"init_process_group(timeout=...). The group cannot be used again. The backend said: {_first_line(error)}",
-        collective=collective,
-        ranks=tuple(ranks),
-        missing=missing,
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    missing = None if notes is None else tuple(r for r in ranks if r not in notes)
+    name = None if group is None else group.group_name
+    return unfinished(dist.get_rank(), collective, name, ranks, missing, notes or {}, error)

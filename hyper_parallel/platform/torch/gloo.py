@@ -40,10 +40,10 @@ def is_used(group: dist.ProcessGroup, data: torch.Tensor) -> bool:
 
 
 def carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor itself, or, for a dtype that gloo does not know, its bytes."""
+    """The tensor itself, or, for a dtype that gloo does not know, its bytes, in as many rows."""
     if tensor.dtype in DTYPES or not is_used(group, tensor):
         return tensor
-    return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8)
+    return (tensor if tensor.dim() > 1 else tensor.view(tensor.numel(), 1)).view(torch.uint8)
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -186,6 +186,18 @@ class Tensors(Platform):
         zeros = torch.zeros(param_shape, dtype=param_type, device=device)
         return torch.nn.Parameter(zeros, requires_grad=requires_grad)
 
+    def requires_grad(self, tensor: Any) -> bool:
+        return bool(tensor.requires_grad)
+
+    def set_requires_grad(self, tensor: Any, requires_grad: bool) -> Any:
+        return tensor.requires_grad_(requires_grad)
+
+    def detach(self, tensor: Any) -> Any:
+        return tensor.detach()
+
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
+        target.copy_(source, non_blocking)
+
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
             raise ValueError("set_tensor_requires_grad: the tensor was computed from others; detach() it first")

@@ -47,7 +47,7 @@ def _new(name: str) -> Callable[..., Any]:
 
 
 def _new_tensor(input: Any, data: Any, **options: Any) -> DTensor:
-    data = data.full_tensor().detach() if isinstance(data, DTensor) else data
+    data = platform.detach(data.full_tensor()) if isinstance(data, DTensor) else data
     return replicated(input._local.new_tensor(data, **_given(options)), input)
 
 

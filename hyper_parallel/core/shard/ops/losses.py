@@ -71,12 +71,12 @@ operator("_softmax_backward_data _log_softmax_backward_data", "grad_output, outp
 
 def _gumbel_softmax(logits: Any, tau: float, hard: bool, dim: int, **_: Any) -> Any:
     logits = logits.reduce_partial()
-    noise = -call("log")(call("empty_like")(logits.detach()).exponential_())
+    noise = -call("log")(call("empty_like")(platform.detach(logits)).exponential_())
     soft = call("softmax")((logits + noise) / tau, dim)
     if not hard:
         return soft
     best = call("max")(soft, dim, keepdim=True)[1]
-    return call("zeros_like")(logits.detach()).scatter(dim, best, 1.0) - soft.detach() + soft
+    return call("zeros_like")(platform.detach(logits)).scatter(dim, best, 1.0) - platform.detach(soft) + soft
 
 
 operator("gumbel_softmax", "logits, tau=1, hard=False, eps=1e-10, dim=-1", handler=_gumbel_softmax)

@@ -121,7 +121,7 @@ def counts_below(input: Any, weights: Any, size: int) -> Any:
 def _histogram(input: Any, bins: Any, range: Any, weight: Any, density: bool) -> Any:
     """The edges of the bins are the same on every rank."""
     if isinstance(bins, DTensor):
-        edges = bins.reduce_partial().detach()
+        edges = platform.detach(bins.reduce_partial())
     else:
         range = range or ((0.0, 1.0) if 0 in input.shape else _bounds(input))
         nothing = platform.zeros(0, dtype=input.dtype, device=input.device)

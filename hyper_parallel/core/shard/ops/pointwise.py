@@ -268,12 +268,14 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
         src = src.expand(tuple(input.shape))
     if not is_inexact(input.dtype) or not is_inexact(src.dtype):
         src = src.reduce_partial()  # such a cast is not linear
-    input._local.copy_(local_for(src, input._layout), non_blocking)
+    platform.copy_into(input._local, local_for(src, input._layout), non_blocking)
     return input
 
 
 def _zero(input: Any) -> Any:
-    input._local.zero_()  # parts of zero are zero, whatever the reduction
+    platform.copy_into(
+        input._local, platform.full_like(input._local, 0)
+    )  # parts of zero are zero, whatever the reduction
     return input
 
 

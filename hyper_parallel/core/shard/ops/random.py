@@ -114,7 +114,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_copy(getattr(func, "__name__", str(func)), target)
     whole = platform.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     as_one_device(target.device_mesh, lambda: _called(func, args, kwargs, target, whole))
-    target._local.copy_(local_for(replicated(whole, target), target._layout))
+    platform.copy_into(target._local, local_for(replicated(whole, target), target._layout))
     return target
 
 
@@ -144,7 +144,7 @@ def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     whole = as_one_device(like.device_mesh, lambda: _called(func, args, options, like, empty))
     layout = like._layout.reset_partial()
     shard = platform.clone(layout.part_of(whole))
-    return DTensor(shard.requires_grad_(bool(kwargs.get("requires_grad"))), layout, like._shape)
+    return DTensor(platform.set_requires_grad(shard, bool(kwargs.get("requires_grad"))), layout, like._shape)
 
 
 operator("rand_like randn_like randint_like", "*args", direct=_draw_like)

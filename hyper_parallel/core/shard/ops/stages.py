@@ -74,7 +74,7 @@ def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
     """
     tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
     zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
-    return sum((x.sum() for x in tensors), start=zeros)
+    return sum((platform.operator("sum")(x) for x in tensors), start=zeros)
 
 
 def wide(dtype: Any) -> Any:
@@ -93,20 +93,20 @@ def extreme_in_stages(name: str, input: Any, dim: Any, keepdim: bool) -> Any:
     values = parts_of(input, dims, part)
     if not platform.is_recorded(part):
         return platform.operator(name)(values, dims, keepdim)
-    ties = parts_of(input, dims, (shard == part).sum(dims, keepdim=True))
+    ties = parts_of(input, dims, platform.operator("sum")(shard == part, dims, True))
     return DTensor.dispatch(shared_extreme, (values, ties, name, dims, keepdim), {})
 
 
 def shared_extreme(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) -> Any:
     """The extreme of the ranks' extremes. All elements that tie share its gradient, wherever they lie."""
-    best = getattr(values.detach(), name)(dim, keepdim=True)
+    best = platform.operator(name)(platform.detach(values), dim, True)
     won = values == best
     shares = (ties * won).to(wide(values.dtype))
-    shares = (shares / shares.sum(dim, keepdim=True)).to(values.dtype)
+    shares = (shares / platform.operator("sum")(shares, dim, True)).to(values.dtype)
     winners = values.masked_fill(~(won & values.isfinite()), 0)
     # Zero, but with the gradient: the value itself must not be rounded.
-    share = (shares * (winners - winners.detach())).sum(dim, keepdim=keepdim)
-    return share + getattr(values.detach(), name)(dim, keepdim=keepdim)
+    share = platform.operator("sum")(shares * (winners - platform.detach(winners)), dim, keepdim)
+    return share + platform.operator(name)(platform.detach(values), dim, keepdim)
 
 
 def _shared(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) -> Ruled:  # noqa: ARG001 - operands
@@ -119,7 +119,7 @@ def found_in_stages(name: str, input: Any, dim: int, keepdim: bool) -> Any:
     (at,), shard = positions(dim, len(input.shape)), input.to_local()
     start, size = input.layout.shard_of(input.shape)[at]
     if size:
-        value, index = getattr(shard, name)(at, keepdim=True)
+        value, index = platform.operator(name)(shard, at, True)
         index = index + start
     else:
         value = _extreme(f"a{name}", shard, (at,))
@@ -130,7 +130,7 @@ def found_in_stages(name: str, input: Any, dim: int, keepdim: bool) -> Any:
 
 def found_extreme(values: Any, indices: Any, name: str, dim: int, keepdim: bool) -> Any:
     """The extreme of the ranks' extremes, and where it is in the whole."""
-    found = getattr(values, name)(dim, keepdim=True)
+    found = platform.operator(name)(values, dim, True)
     pair = found[0], indices.gather(dim, found[1])
     return type(found)(pair if keepdim else [one.squeeze(dim) for one in pair])
 
@@ -146,10 +146,10 @@ operator("found_extreme", "values, indices, name, dim, keepdim", _found)
 def _extreme(name: str, shard: Any, dims: Dims) -> Any:
     """amax or amin of a shard, of which an empty one has the least that can be."""
     if all(shard.shape[dim] for dim in dims):
-        return getattr(shard, name)(dims, keepdim=True)
+        return platform.operator(name)(shard, dims, True)
     identity = _identity(str(shard.dtype).rpartition(".")[2].lower(), -1 if name == "amax" else 1)
     if platform.is_floating_point(shard):
-        return shard.sum(dims, keepdim=True) + identity  # in the graph as on the other ranks
+        return platform.operator("sum")(shard, dims, True) + identity  # in the graph as on the other ranks
     shape = [1 if dim in dims else size for dim, size in enumerate(shard.shape)]
     return platform.full(shape, identity, dtype=shard.dtype, device=shard.device)
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks are about to do, and whether it fits together.
+
+ValueError: all_reduce: the ranks do not agree: rank 0 calls all_reduce(sum, float32, (4,)); rank 1 calls ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is about to do. Splits are compared crosswise, everything else must be equal."""
+
+    name: str
+    facts: tuple[Any, ...] = ()
+    sends: tuple[int, ...] | None = None
+    receives: tuple[int, ...] | None = None
+
+    @classmethod
+    def on(cls, name: str, data: Any, *facts: Any) -> Call:
+        """A call on a tensor, whose dtype and shape count."""
+        return cls(name, (*facts, dtype_name(data), tuple(data.shape)))
+
+    def __str__(self) -> str:
+        splits = f", sends {list(self.sends)}, receives {list(self.receives or ())}" if self.sends is not None else ""
+        return f"{self.name}({', '.join(map(str, self.facts))}{splits})"
+
+
+def dtype_name(data: Any) -> str:
+    """The name of a tensor's dtype, the same in every framework."""
+    return str(data.dtype).rpartition(".")[2].lower()
+
+
+def check_agreement(calls: Sequence[Call], ranks: Sequence[int], name: str) -> None:
+    """A ValueError if the calls of these ranks, one of which is called ``name``, do not fit together."""
+    if len({(c.name, c.facts, c.sends is None) for c in calls}) > 1 or not _splits_fit(calls):
+        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True))
+        raise ValueError(f"{name}: the ranks do not agree: {told}")
+
+
+def _splits_fit(calls: Sequence[Call]) -> bool:
+    """Whether what rank i sends to rank j is what j expects from i."""
+    return all(
+        sender.sends is None or sender.sends[j] == (receiver.receives or ())[i]
+        for i, sender in enumerate(calls)
+        for j, receiver in enumerate(calls)
+    )

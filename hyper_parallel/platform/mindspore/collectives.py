@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain collectives on MindSpore: native on Ascend, and on a CPU from notes that the ranks exchange (`meeting`)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore
+import numpy as np
+
+from hyper_parallel.platform.agreement import Call, check_agreement, dtype_name
+from hyper_parallel.platform.mindspore import hccl
+from hyper_parallel.platform.mindspore.groups import Groups
+from hyper_parallel.platform.mindspore.meeting import Group, Job, Meeting, Post
+from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
+
+# Letters of objects must not be taken for the user's tensors.
+_OBJECTS = "objects"
+_EXCHANGE = "exchange"
+
+
+class Handle:
+    """An operation under way: ``wait()`` returns when its tensor may be read, or raises a CommunicationError."""
+
+    def __init__(self, is_ready: Callable[[], bool], finish: Callable[[], None]) -> None:
+        self._is_ready = is_ready
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> bool:
+        """Waits and, the first time, finishes the result."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended; its result may still need ``wait()``."""
+        return self._finish is None or self._is_ready()
+
+
+class Collectives(Groups):
+    """The part of the contract that is about communication outside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._backwards = 0  # that are under way in our autograd functions
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:  # noqa: ARG002
+        """Untested on hardware: by hccl."""
+        resolved = self._group("barrier", group)
+        self._announce(lambda: Call("barrier"), resolved)
+        if self._is_native():
+            handle = _native(hccl.barrier(resolved))
+        else:
+            handle = self._meet(Call("barrier"), resolved, [b""] * resolved.size(), lambda _: None)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def all_reduce(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+        """Untested on hardware: by hccl."""
+        group = self._group("all_reduce", group_info)
+        check_tensor("all_reduce", data)
+        check_reducible("all_reduce", data, op)
+        call = Call.on("all_reduce", data, op)
+        self._announce(lambda: call, group, 2 * _share(data, group))
+        if self._is_native():
+            buffer = data.contiguous()
+            work = hccl.all_reduce(buffer, _reduction(op, data), group)
+            return self._result(data, _native(work, self._into(data, buffer)), async_op)
+        mine = self._read(data)
+        handle = self._meet(
+            call, group, [mine] * group.size(), lambda pieces: self._write(data, reduced(pieces, op, data))
+        )
+        return self._result(data, handle, async_op)
+
+    def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
+        """Untested on hardware: by hccl."""
+        name = "all_gather_into_tensor"
+        group = self._group(name, group_info)
+        check_tensor(name, data)
+        call = Call.on(name, data)
+        self._announce(lambda: call, group, data.nbytes * (group.size() - 1))
+        shape = tuple(data.shape) or (1,)
+        output = self._unset((group.size() * shape[0], *shape[1:]), data)
+        if self._is_native():
+            work = hccl.all_gather(output, data.contiguous().reshape(shape), group)
+            return self._result(output, _native(work), async_op)
+        mine = self._read(data)
+        handle = self._meet(call, group, [mine] * group.size(), lambda pieces: self._write(output, b"".join(pieces)))
+        return self._result(output, handle, async_op)
+
+    def reduce_scatter_tensor(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+        """Untested on hardware: by hccl."""
+        name = "reduce_scatter_tensor"
+        group = self._group(name, group_info)
+        check_tensor(name, data)
+        check_reducible(name, data, op)
+        size = group.size()
+        if data.ndim == 0 or data.shape[0] % size:
+            raise ValueError(f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
+        call = Call.on(name, data, op)
+        self._announce(lambda: call, group, _share(data, group))
+        output = self._unset((data.shape[0] // size, *data.shape[1:]), data)
+        if self._is_native():
+            work = hccl.reduce_scatter(output, data.contiguous(), _reduction(op, data), group)
+            return self._result(output, _native(work), async_op)
+        sent = _cut(self._read(data), [1] * size)
+        handle = self._meet(call, group, sent, lambda pieces: self._write(output, reduced(pieces, op, output)))
+        return self._result(output, handle, async_op)
+
+    def all_to_all_single(
+        self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
+    ) -> Any:
+        """Untested on hardware: by hccl."""
+        call = "all_to_all_single"
+        resolved = self._group(call, group)
+        check_tensor(call, input_tensor)
+        size = resolved.size()
+        shape = tuple(output_shape)
+        if input_tensor.ndim == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
+            raise ValueError(
+                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                f"divisible by the group's {size} ranks"
+            )
+        if math.prod(shape) != input_tensor.size:
+            raise ValueError(f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements")
+        output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
+        if async_op:
+            return output, handle
+        handle.wait()
+        return output, None
+
+    def broadcast(self, data: Any, src: int, group: Any, async_op: bool = False) -> Any:
+        """Untested on hardware: by hccl."""
+        resolved = self._group("broadcast", group)
+        check_tensor("broadcast", data)
+        self._check_member("broadcast", "src", src, resolved)
+        is_source = src == self.get_rank()
+        call = Call.on("broadcast", data, f"src {src}")
+        self._announce(lambda: call, resolved, 0 if is_source else data.nbytes)
+        if self._is_native():
+            buffer = data.contiguous()
+            return self._result(
+                data, _native(hccl.broadcast(buffer, src, resolved), self._into(data, buffer)), async_op
+            )
+        mine = self._read(data) if is_source else b""
+        origin = resolved.ranks.index(src)
+
+        def finish(pieces: Sequence[bytes]) -> None:
+            if not is_source:
+                self._write(data, pieces[origin])
+
+        return self._result(data, self._meet(call, resolved, [mine] * resolved.size(), finish), async_op)
+
+    def isend(self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        """Untested on hardware: by hccl, which knows no tags."""
+        resolved = self._group("isend", group)
+        check_tensor("isend", tensor)
+        peer = self._check_peer("isend", "dst", dst, resolved)
+        self._tell("isend", (self.get_rank(), peer), 0)
+        if self._is_native():
+            return _native(hccl.send(tensor.contiguous(), peer, resolved))
+        self._post(resolved).send(peer, tag, _facts(tensor), self._read(tensor))
+        return Handle(lambda: True, lambda: None)
+
+    def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        """Untested on hardware: by hccl, which knows no tags and needs ``src``."""
+        resolved = self._group("irecv", group)
+        check_tensor("irecv", tensor)
+        peer = None if src is None else self._check_peer("irecv", "src", src, resolved)
+        self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
+        if self._is_native():
+            buffer = tensor.contiguous()
+            return _native(hccl.receive(buffer, src, resolved), self._into(tensor, buffer))
+        post = self._post(resolved)
+        call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
+        number = None if peer is None else post.claim(peer, tag)
+
+        def finish() -> None:
+            sender, facts, data = post.await_letter(call, peer, tag, number)
+            if facts != _facts(tensor):
+                raise ValueError(
+                    f"{call}: rank {sender} sent {facts[1]} elements of {facts[0]}, but the tensor has {tensor.size} "
+                    f"of {dtype_name(tensor)}"
+                )
+            self._write(tensor, data)
+
+        return Handle(lambda: peer is not None and number is not None and post.has_letter(peer, tag, number), finish)
+
+    def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+        """Untested on hardware: by hccl."""
+        resolved = self._group("send_object_list", group)
+        peer = self._check_peer("send_object_list", "dst", dst, resolved)
+        if self._is_native():
+            hccl.send_objects(obj_list, peer, resolved)
+        else:
+            self._post(resolved).send(peer, _OBJECTS, (), pickle.dumps(obj_list))
+
+    def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
+        """Untested on hardware: by hccl."""
+        call = "recv_object_list"
+        resolved = self._group(call, group)
+        peer = None if src is None else self._check_peer(call, "src", src, resolved)
+        if self._is_native():
+            return hccl.receive_objects(obj_list, peer, resolved)
+        post = self._post(resolved)
+        number = None if peer is None else post.claim(peer, _OBJECTS)
+        sender, _, data = post.await_letter(call, peer, _OBJECTS, number)
+        found = pickle.loads(data)  # noqa: S301 - from a rank of our own job
+        if len(found) != len(obj_list):
+            raise ValueError(f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots")
+        obj_list[:] = found
+        return sender
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        """Untested on hardware: by hccl."""
+        name = "all_gather_object"
+        resolved = self._group(name, group)
+        if len(object_list) != resolved.size():
+            raise ValueError(
+                f"{name}: object_list needs one slot for each of the {resolved.size()} ranks, got {len(object_list)}"
+            )
+        self._announce(lambda: Call(name), resolved)
+        if self._is_native():
+            hccl.gather_objects(object_list, obj, resolved)
+            return
+
+        def finish(pieces: Sequence[bytes]) -> None:
+            object_list[:] = [pickle.loads(piece) for piece in pieces]  # noqa: S301 - from ranks of our own job
+
+        self._meet(Call(name), resolved, [pickle.dumps(obj)] * resolved.size(), finish).wait()
+
+    # --- shared by this class and the differentiable collectives
+
+    def _exchange(
+        self,
+        name: str,
+        source: Any,
+        shape: Sequence[int],
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        group: Group,
+    ) -> tuple[Any, Handle]:
+        """Starts an all-to-all along dim 0; returns the output and its handle."""
+        if output_splits is None or input_splits is None:
+            call, received = Call.on(name, source, f"to {tuple(shape)}"), _share(source, group)
+            input_splits = output_splits = None
+        else:  # the sizes along dim 0 may differ, but must fit crosswise
+            row = math.prod(source.shape[1:]) * source.itemsize
+            received = (sum(output_splits) - output_splits[group.rank()]) * row
+            facts = (dtype_name(source), *source.shape[1:])
+            call = Call(name, facts, tuple(input_splits), tuple(output_splits))
+        self._announce(lambda: call, group, received)
+        output = self._unset(tuple(shape), source)
+        if self._is_native():
+            return output, _native(hccl.exchange(output, source.contiguous(), output_splits, input_splits, group))
+        sent = _cut(self._read(source), input_splits or [1] * group.size())
+        return output, self._meet(call, group, sent, lambda pieces: self._write(output, b"".join(pieces)))
+
+    def _exchange_with(self, tensor: Any, peer: int, group: Group) -> Any:
+        """The peer's tensor, of the same shape, for this rank's."""
+        name = f"p2p_exchange with rank {peer}"
+        self._tell("p2p_exchange", (self.get_rank(), peer), tensor.nbytes)
+        output = self._unset(tuple(tensor.shape), tensor)
+        if self._is_native():
+            hccl.exchange_with(output, tensor.contiguous(), peer, group)
+            return output
+        post = self._post(group)
+        number = post.claim(peer, _EXCHANGE)
+        ours = (*_facts(tensor), tuple(tensor.shape))
+        post.send(peer, _EXCHANGE, ours, self._read(tensor))
+        _, theirs, data = post.await_letter(name, peer, _EXCHANGE, number)
+        if theirs != ours:
+            raise ValueError(f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}")
+        self._write(output, data)
+        return output
+
+    def _meet(
+        self, call: Call, group: Group, pieces: Sequence[bytes], finish: Callable[[Sequence[bytes]], None]
+    ) -> Handle:
+        """Leaves this rank's pieces for the others; the handle finishes with what they have for this rank."""
+        meeting = Meeting(self._joined(), group, call, pieces)
+        return Handle(meeting.is_full, lambda: finish(meeting.pieces()))
+
+    def _post(self, group: Group) -> Post:
+        return Post(self._joined(), group)
+
+    def _joined(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+    def _announce(self, describe: Callable[[], Call], group: Group, nbytes: int = 0) -> None:
+        """Compares the ranks' calls if that was asked for, and tells the listeners; else costs next to nothing."""
+        if self._checks_collectives and self._is_native():  # on a CPU every note is compared
+            call = describe()
+            calls: list[Any] = [None] * group.size()
+            hccl.gather_objects(calls, call, group)
+            check_agreement(calls, group.ranks, call.name)
+        if self._listeners:
+            self._tell(describe().name, group.ranks, nbytes)
+
+    def _tell(self, name: str, ranks: Sequence[int | None], nbytes: int) -> None:
+        if not self._listeners:
+            return
+        members = tuple(rank for rank in ranks if rank is not None)
+        traffic = Traffic(name, members, nbytes, backward=self._backwards > 0)
+        for listener in list(self._listeners):
+            listener(traffic)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """The collectives inside belong to a backward, of which the framework itself does not tell."""
+        self._backwards += 1
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+
+    def _result(self, tensor: Any, handle: Handle, async_op: bool) -> Any:
+        if async_op:
+            return tensor, handle
+        handle.wait()
+        return tensor
+
+    def _into(self, data: Any, buffer: Any) -> Callable[[], None]:
+        """Copies what came where it belongs, if it came elsewhere."""
+        return (lambda: None) if buffer.data_ptr() == data.data_ptr() else lambda: self.copy_into(data, buffer)
+
+    def _unset(self, shape: Sequence[int], like: Any) -> Any:
+        if self._is_native():
+            return self.empty(shape, like.dtype)
+        return self.tensor_from_bytes(np.empty(math.prod(shape) * like.itemsize, np.uint8), like.dtype, shape)
+
+    def _read(self, tensor: Any) -> bytes:
+        """The elements, one after the other."""
+        return bytes(self.tensor_memory(tensor).tobytes()) if tensor.size else b""
+
+    def _write(self, tensor: Any, data: bytes) -> None:
+        """Puts elements into the tensor's own memory, whatever view of it that is."""
+        if tensor.size:
+            memory = self.tensor_memory(tensor)
+            memory[...] = np.frombuffer(data, memory.dtype).reshape(memory.shape)
+            self.note_change(tensor)
+
+    def _check_member(self, call: str, name: str, rank: Any, group: Group) -> int:
+        if rank not in group.ranks or isinstance(rank, bool):
+            raise ValueError(f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}")
+        return int(rank)
+
+    def _check_peer(self, call: str, name: str, rank: Any, group: Group) -> int:
+        if self._check_member(call, name, rank, group) == self.get_rank():
+            raise ValueError(f"{call}: {name} is this rank, {rank}, itself")
+        return int(rank)
+
+
+def check_tensor(call: str, data: Any) -> None:
+    """A TypeError that names the call if ``data`` is no tensor."""
+    if not isinstance(data, mindspore.Tensor):
+        raise TypeError(f"{call}: expected a tensor, got {type(data).__name__}")
+
+
+def check_reducible(call: str, data: Any, op: str) -> None:
+    """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
+    if op not in REDUCE_OPS:
+        raise ValueError(f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+    kind = dtype_name(data)
+    if op == "avg" and not kind.startswith(("float", "bfloat", "complex")):
+        raise ValueError(f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide")
+    if kind.startswith("complex") and op in ("max", "min", "prod"):
+        raise ValueError(f"{call}: {op} is not defined for {kind}")
+    if kind.startswith("float8"):
+        raise ValueError(f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32")
+
+
+def _reduction(op: str, data: Any) -> str:
+    """For bools a sum is "any" and a product "all", as in torch."""
+    return {"sum": "max", "prod": "min"}.get(op, op) if dtype_name(data) == "bool" else op
+
+
+def reduced(pieces: Sequence[bytes], op: str, like: Any) -> bytes:
+    """The reduction of every rank's elements, in rank order, so that all ranks get the same bits."""
+    if not like.size:
+        return b""
+    dtype = like.asnumpy().dtype
+    wide = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype  # float16, bfloat16
+    total = np.frombuffer(pieces[0], dtype).astype(wide)
+    combine = _COMBINE[_reduction(op, like)]
+    for piece in pieces[1:]:
+        total = combine(total, np.frombuffer(piece, dtype).astype(wide))
+    return bytes((total / len(pieces) if op == "avg" else total).astype(dtype).tobytes())
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
+
+
+def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The data in pieces whose sizes are as these."""
+    unit = len(data) // (sum(sizes) or 1)
+    ends = itertools.accumulate((size * unit for size in sizes), initial=0)
+    return [data[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+def _facts(tensor: Any) -> tuple[Any, ...]:
+    return dtype_name(tensor), int(tensor.size)
+
+
+def _native(work: Any, then: Callable[[], None] = lambda: None) -> Handle:
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        then()
+
+    return Handle(lambda: work is None, finish)
+
+
+def _share(data: Any, group: Group) -> int:
+    """What a rank receives when everyone sends each other one of as many pieces."""
+    return -(-int(data.nbytes) // group.size()) * (group.size() - 1)

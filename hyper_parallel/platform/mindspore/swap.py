@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved tensors in host memory: out after forward saved them, back just before backward needs them.
+
+with SwapToHost() as swap:
+    loss = model(x).sum()  # swap.swapped_bytes: what now waits in host memory
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import mindspore
+import numpy as np
+
+PREFETCH_DEPTH = 2
+
+
+class HostCopy:
+    """One tensor's elements in host memory, and the way back to its device.
+
+    Untested on hardware: copies to and from an accelerator.
+    """
+
+    def __init__(self, tensor: Any, before: HostCopy | None) -> None:
+        self.before = None if before is None else weakref.ref(before)
+        self._device = tensor.device
+        self._arriving: Any = None
+        # Also from a CPU: the original must be free to go.
+        self._host: Any = np.array(tensor.asnumpy()) if self._device == "CPU" else tensor.move_to("CPU", blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._host.nbytes)
+
+    def start(self) -> bool:
+        """Starts the way back; False if it was started before."""
+        if self._arriving is not None:
+            return False
+        if self._device == "CPU":
+            self._arriving = mindspore.Tensor(self._host)
+        else:
+            self._arriving = self._host.move_to(self._device, blocking=False)
+        return True
+
+    def take(self) -> Any:
+        """The tensor on its device; the host copy stays, for a backward that comes again."""
+        self.start()
+        arrived, self._arriving = self._arriving, None
+        return arrived
+
+
+class SwapToHost:
+    """A context that packs saved tensors into host memory. ``spared``: tensors whose memory stays where it is.
+
+    Tensors without data stay, and those for which ``policy_fn(tensor)`` is false.
+    """
+
+    def __init__(
+        self,
+        policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
+        depth: int = PREFETCH_DEPTH,
+    ) -> None:
+        if policy_fn is not None and not callable(policy_fn):
+            raise ValueError(
+                f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+            )
+        self.swapped_tensors = 0
+        self.swapped_bytes = 0
+        self.prefetched = 0
+        self._policy_fn = policy_fn
+        self._spared = {_memory(tensor) for tensor in spared}
+        self._depth = depth
+        self._last: weakref.ref[HostCopy] | None = None
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> SwapToHost:
+        hooks = mindspore.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def _pack(self, tensor: Any) -> Any:
+        if not self._may_leave(tensor):
+            return tensor
+        copy = HostCopy(tensor, None if self._last is None else self._last())
+        self._last = weakref.ref(copy)
+        self.swapped_tensors += 1
+        self.swapped_bytes += copy.nbytes
+        return copy
+
+    def _unpack(self, packed: Any) -> Any:
+        if not isinstance(packed, HostCopy):
+            return packed
+        taken = packed.take()
+        self._prefetch_before(packed)
+        return taken
+
+    def _may_leave(self, tensor: Any) -> bool:
+        if tensor.is_meta or not tensor.numel() or _memory(tensor) in self._spared:
+            return False
+        return self._policy_fn is None or bool(self._policy_fn(tensor))
+
+    def _prefetch_before(self, copy: HostCopy) -> None:
+        """Brings back what was packed just before: backward asks in reverse order."""
+        for _ in range(self._depth):
+            previous = copy.before() if copy.before is not None else None
+            if previous is None:
+                return
+            self.prefetched += previous.start()
+            copy = previous
+
+
+def _memory(tensor: Any) -> int:
+    """The address of the tensor's storage, of this rank's shard for a distributed tensor; 0 if it has none."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return 0 if local.is_meta else int(local.untyped_storage().data_ptr())

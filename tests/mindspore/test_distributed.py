@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed tensors of MindSpore on real ranks: gradients, changes in place, parameters, what does not mix."""
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.experimental import optim
+
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
+from hyper_parallel.core.shard.arguments import OperatorError
+from hyper_parallel.testing import on_ranks
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@on_ranks(2)
+def test_gradients_through_value_and_grad_are_the_shards_of_those_of_one_process():
+    x, w = draw(4, 6), draw(3, 6, seed=1)
+    mesh, rank = init_device_mesh("cpu", (2,)), get_platform().get_rank()
+
+    def loss(x, w):
+        return (mint.nn.functional.linear(x, w) ** 2).sum()
+
+    def on_mesh(x, w):
+        return loss(x, w).full_tensor()
+
+    expected, gradients = mindspore.value_and_grad(loss, (0, 1))(Tensor(x), Tensor(w))
+    for placements in (([Shard(1)], [Shard(1)]), ([Shard(0)], [Replicate()]), ([Replicate()], [Shard(0)])):
+        operands = [distribute_tensor(Tensor(a), mesh, p) for a, p in zip((x, w), placements, strict=True)]
+        found, shards = mindspore.value_and_grad(on_mesh, (0, 1))(*operands)
+        np.testing.assert_allclose(found.asnumpy(), expected.asnumpy(), rtol=1e-5)
+        for shard, gradient, (placement,) in zip(shards, gradients, placements, strict=True):
+            whole = gradient.asnumpy()
+            part = whole if placement.is_replicate() else np.array_split(whole, 2, placement.dim)[rank]
+            np.testing.assert_allclose(shard.asnumpy(), part, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_changes_in_place_do_change_the_tensor():
+    mesh = init_device_mesh("cpu", (2,))
+    start = np.arange(12, dtype=np.float32).reshape(4, 3)
+    other = distribute_tensor(Tensor(start + 1), mesh, [Shard(0)])
+    for change, expected in [
+        (lambda x: x.add_(other), start + start + 1),
+        (lambda x: x.mul_(2.0), start * 2),
+        (lambda x: x.sub_(other), -np.ones((4, 3))),
+        (lambda x: x.div_(2.0), start / 2),
+        (lambda x: x.copy_(other), start + 1),
+        (lambda x: ops.assign(x, other), start + 1),
+        (lambda x: ops.assign_add(x, other), start + start + 1),
+    ]:
+        x = distribute_tensor(Tensor(start), mesh, [Shard(0)])
+        change(x)
+        np.testing.assert_array_equal(x.full_tensor().asnumpy(), expected)
+    x = distribute_tensor(Tensor(start), mesh, [Shard(0)])
+    x += other
+    x[1] = 7.0
+    expected = start + start + 1
+    expected[1] = 7
+    np.testing.assert_array_equal(x.full_tensor().asnumpy(), expected)
+
+
+@on_ranks(2)
+def test_plain_and_distributed_tensors_do_not_mix_unless_the_plain_one_is_a_number():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(Tensor(draw(4, 3)), mesh, [Shard(0)])
+    for mixed in (
+        lambda: x + Tensor(draw(4, 3)),
+        lambda: Tensor(draw(4, 3)) + x,
+        lambda: mint.matmul(x, Tensor(draw(3, 2))),
+    ):
+        with pytest.raises(OperatorError, match="is a plain tensor among distributed ones"):
+            mixed()
+    number = Tensor(2.0, mindspore.float32)
+    for sum_ in (x + number, number + x):
+        assert isinstance(sum_, DTensor)
+        np.testing.assert_array_equal(sum_.full_tensor().asnumpy(), draw(4, 3) + 2)
+
+
+@on_ranks(4)
+def test_sums_and_products_of_empty_shards():
+    mesh = init_device_mesh("cpu", (4,))
+    x, w = draw(3, 5), draw(2, 3, seed=1)  # the last rank has nothing of three rows
+    cut = distribute_tensor(Tensor(x), mesh, [Shard(0)])
+    np.testing.assert_allclose(cut.sum().full_tensor().asnumpy(), x.sum(), rtol=1e-5)
+    np.testing.assert_allclose(mint.sum(cut, dim=0).full_tensor().asnumpy(), x.sum(0), rtol=1e-5)
+    product = mint.matmul(distribute_tensor(Tensor(w), mesh, [Shard(1)]), cut)
+    np.testing.assert_allclose(product.full_tensor().asnumpy(), w @ x, rtol=1e-5)
+
+
+class MLP(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = mint.nn.Linear(6, 8), mint.nn.Linear(8, 6)
+        for number, parameter in enumerate(self.get_parameters()):
+            parameter.set_data(Tensor(draw(*parameter.shape, seed=number) * 0.3))
+
+    def construct(self, x):
+        return self.down(mint.nn.functional.silu(self.up(x)))
+
+
+def trained(model, optimizer, x, steps=4):
+    def loss(x):
+        y = model(x)
+        found = ((y - 1) ** 2).mean()
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    step = mindspore.value_and_grad(loss, None, weights=model.trainable_params())
+    losses = []
+    for _ in range(steps):
+        value, gradients = step(x)
+        optimizer(gradients)
+        losses.append(float(value))
+    return losses
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: optim.AdamW(parameters, lr=0.05),
+    "Adam": lambda parameters: optim.Adam(parameters, lr=0.05),
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "nn.SGD": lambda parameters: nn.SGD(parameters, learning_rate=0.05, momentum=0.9),
+    "nn.Momentum": lambda parameters: nn.Momentum(parameters, learning_rate=0.05, momentum=0.9),
+    "nn.Adam": lambda parameters: nn.Adam(parameters, learning_rate=0.05),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2, timeout=120)
+def test_training_on_a_mesh_is_training_on_one_process(name):
+    x = draw(5, 6, seed=9)
+    plain = MLP()
+    expected = trained(plain, OPTIMIZERS[name](plain.trainable_params()), Tensor(x))
+    assert expected[-1] < expected[0]
+    model, mesh = MLP(), init_device_mesh("cpu", (2,))
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, plan)
+    assert isinstance(model.up.weight, DTensor)
+    assert isinstance(model.up.weight, Parameter)
+    assert model.up.weight.local_shape == (4, 6)
+    names = [name for name, _ in model.parameters_and_names()]
+    assert names == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    losses = trained(
+        model, OPTIMIZERS[name](model.trainable_params()), distribute_tensor(Tensor(x), mesh, [Replicate()])
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    whole = dict(plain.parameters_and_names())
+    for name, parameter in model.parameters_and_names():
+        np.testing.assert_allclose(parameter.full_tensor().asnumpy(), whole[name].asnumpy(), rtol=1e-3, atol=1e-4)
