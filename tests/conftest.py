@@ -14,7 +14,7 @@ from hyper_parallel.testing import close_ranks, preload  # noqa: E402 - the fram
 
 # What is written for PyTorch, and what needs MindSpore; tests/backend is for both.
 collect_ignore = {
-    "torch": ["mindspore", "frameworks"],
+    "torch": ["on_mindspore", "frameworks"],
     "mindspore": ["distributed", "docs", "guards", "rules", "unit"],
 }[FRAMEWORK]
 collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.py"]

@@ -59,6 +59,7 @@ class Torch:
 
         from model import Config, Llama
 
+        torch.manual_seed(0)
         self.torch, self.model = torch, Llama(Config(**SIZES))
         self.optimizer = None
 
