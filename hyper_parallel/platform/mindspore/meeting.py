@@ -3,9 +3,9 @@
 
 MindSpore's own collectives on a CPU (mccl) lack a kernel for most calls and dtypes, take 12 ms between two ranks and 40
 between four, return garbage on one rank when shapes differ, and wait 30 s for a rank that has died, after which the
-process is of no use. A meeting takes one to three milliseconds, serves every dtype, compares the calls before anything is
-done with the data, says who has not come, and leaves the process as good as before. Data that is large for a note
-is left in memory that ranks of the same host can read.
+process is of no use. A meeting takes one to three milliseconds, serves every dtype, compares the calls before anything
+is done with the data, says who has not come, and leaves the process as good as before. Data that is large for a note is
+left in memory that ranks of the same host can read.
 """
 
 from __future__ import annotations
