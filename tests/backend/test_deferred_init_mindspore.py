@@ -2,13 +2,9 @@
 """Initialisers of MindSpore: each is drawn later as it would have been, and numpy.random goes on as if it had been."""
 
 import frame
+import mindspore
 import numpy as np
 import pytest
-
-if frame.IS_TORCH:
-    pytest.skip("about MindSpore's initialisers", allow_module_level=True)
-
-import mindspore
 from mindspore import Parameter, mint, nn
 from mindspore.common import initializer as initializers
 from mindspore.common.initializer import initializer

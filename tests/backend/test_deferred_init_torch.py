@@ -9,12 +9,7 @@ import random
 import threading
 import weakref
 
-import frame
 import pytest
-
-if not frame.IS_TORCH:
-    pytest.skip("about the tape of PyTorch's operators", allow_module_level=True)
-
 import torch
 from live_bytes import LiveBytes
 from torch import nn

@@ -14,8 +14,6 @@ import pytest
 from hyper_parallel import get_platform
 from hyper_parallel.testing import close_ranks, on_ranks, run_ranks
 
-pytestmark = pytest.mark.skipif(frame.IS_TORCH, reason="torch has a backend of its own on a CPU")
-
 COUNT = 1 << 16  # of float64: more than goes into a note
 
 

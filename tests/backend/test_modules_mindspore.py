@@ -2,13 +2,9 @@
 """What Cells have in MindSpore alone: two families of layers, and optimizers of which some do nothing on a CPU."""
 
 import frame
+import mindspore
 import numpy as np
 import pytest
-
-if frame.IS_TORCH:
-    pytest.skip("about MindSpore's own modules and optimizers", allow_module_level=True)
-
-import mindspore
 from mindspore import Parameter, mint, nn
 from mindspore.experimental import optim
 
@@ -162,7 +158,7 @@ def test_files_are_those_of_others(platform, tmp_path):
         assert platform.tensor_memory(back[name]).tobytes() == platform.tensor_memory(value).tobytes()
         if value.numel():
             assert theirs[name].asnumpy().tobytes() == platform.tensor_memory(value).tobytes()
-    torch = pytest.importorskip("torch")
+    import torch
     from safetensors.torch import load_file
 
     loaded = load_file(tmp_path / "x.safetensors")

@@ -2,13 +2,9 @@
 """What recompute cannot do on MindSpore is refused, and not done wrongly."""
 
 import frame
+import mindspore
 import numpy as np
 import pytest
-
-if frame.IS_TORCH:
-    pytest.skip("about MindSpore's recompute", allow_module_level=True)
-
-import mindspore
 from mindspore import nn
 
 from hyper_parallel import get_platform

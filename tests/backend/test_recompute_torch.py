@@ -10,12 +10,7 @@ import pickle
 import weakref
 from collections import Counter
 
-import frame
 import pytest
-
-if not frame.IS_TORCH:
-    pytest.skip("about operators, storages and policies of PyTorch", allow_module_level=True)
-
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What single tensors have in PyTorch alone: names of its functions, sparse and conjugated tensors, its profiler."""
 
-import frame
 import pytest
-
-if not frame.IS_TORCH:
-    pytest.skip("about PyTorch's own functions", allow_module_level=True)
-
 import torch
 
 from hyper_parallel import get_platform

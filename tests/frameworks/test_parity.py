@@ -39,4 +39,4 @@ def truth(tmp_path_factory):
 def test_losses_are_those_of_one_process_of_pytorch(truth, framework, shape):
     folder, expected = truth
     losses = json.loads(run(framework, shape, folder))
-    np.testing.assert_allclose(losses, expected, rtol=5e-6)
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)

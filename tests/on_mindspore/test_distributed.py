@@ -159,3 +159,23 @@ def test_training_on_a_mesh_is_training_on_one_process(name):
     whole = dict(plain.parameters_and_names())
     for name, parameter in model.parameters_and_names():
         np.testing.assert_allclose(parameter.full_tensor().asnumpy(), whole[name].asnumpy(), rtol=1e-3, atol=1e-4)
+
+
+@on_ranks(2)
+def test_the_padding_of_an_embedding_gets_no_gradient():
+    table, ids, mesh = draw(6, 4), np.array([[0, 2, 5], [2, 2, 1]], np.int32), init_device_mesh("cpu", (2,))
+    embed = get_platform().operator("embedding")
+    weights = Tensor(draw(2, 3, 4, seed=1))
+    expected = np.zeros((6, 4), np.float32)
+    np.add.at(expected, ids, weights.asnumpy())
+    expected[2] = 0
+    places = distribute_tensor(Tensor(ids), mesh, [Replicate()])
+    for placement in (Shard(0), Shard(1), Replicate()):
+        cut = distribute_tensor(Tensor(table), mesh, [placement])
+
+        def loss(table):
+            return (embed(places, table, 2).full_tensor() * weights).sum()
+
+        found = mindspore.grad(loss)(cut)
+        whole = DTensor.from_local(found, mesh, [placement]).full_tensor()
+        np.testing.assert_allclose(whole.asnumpy(), expected, rtol=1e-6)

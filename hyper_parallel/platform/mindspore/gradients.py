@@ -28,8 +28,10 @@ class Gradients(Platform):
         executor = private.executor()
         was_on = executor.grad_flag()
         leaves = [self.detach(x) for x in inputs]  # which the framework marks, as those that got a gradient
-        found = mindspore.grad(function, grad_position=tuple(range(len(inputs))))(*leaves)
-        executor.set_grad_flag(was_on)  # which grad() turns off
+        try:
+            found = mindspore.grad(function, grad_position=tuple(range(len(inputs))))(*leaves)
+        finally:
+            executor.set_grad_flag(was_on)  # which grad() turns off
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def is_recorded(self, tensor: Any) -> bool:

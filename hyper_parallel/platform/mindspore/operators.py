@@ -132,7 +132,6 @@ _TABLE = [
     ("masked_fill", "MaskedFill MaskedFillScalar", "input, mask, value"),
     ("to", "ToDtype Cast", "input, dtype"),
     ("copy", "Copy", "input, src, non_blocking"),
-    ("detach", "StopGradient", "input"),
     ("zeros_like", "ZerosLike ZerosLikeExt", "input, dtype"),
     ("ones_like", "OnesLike OnesLikeExt", "input, dtype"),
     ("full_like", "FullLike", "input, fill_value, dtype"),
@@ -315,6 +314,29 @@ def _variance(input: Any, dim: Any = None, *, correction: float = 1, keepdim: bo
     return mint.sum(off * off, dims, keepdim) / max(count - correction, 0)
 
 
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,  # noqa: ARG001 - of max_norm
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NotImplementedError("embedding: MindSpore has no max_norm, scale_grad_by_freq or sparse on this device")
+    rows = ops.gather(weight, input, 0)
+    if padding_idx is None:
+        return rows
+    return mint.where(mint.unsqueeze(input != padding_idx, -1), rows, ops.stop_gradient(rows))
+
+
+def _sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    if stable:
+        raise NotImplementedError("sort: MindSpore's does not say that it is stable; sort by a second key")
+    return ops.sort(input, dim, descending)
+
+
 def _layer_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
@@ -332,7 +354,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "logsumexp": lambda input, dim, keepdim=False: ops.logsumexp(input, dim, keepdim),
-    "embedding": lambda input, weight, *_, **__: ops.gather(weight, input, 0),
+    "embedding": _embedding,
     "zeros_like": ops.zeros_like,
     "ones_like": ops.ones_like,
     "full_like": ops.full_like,
@@ -343,7 +365,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "argmax": lambda input, dim=None, keepdim=False: ops.argmax(input, dim, keepdim),
     "argmin": lambda input, dim=None, keepdim=False: ops.argmin(input, dim, keepdim),
     "topk": lambda input, k, dim=-1, largest=True, sorted=True: ops.topk(input, k, dim, largest, sorted),
-    "sort": lambda input, dim=-1, descending=False, **_: ops.sort(input, dim, descending),
+    "sort": _sort,
     "var": _variance,
     "std": lambda input, dim=None, *, correction=1, keepdim=False: mint.sqrt(
         _variance(input, dim, correction=correction, keepdim=keepdim)

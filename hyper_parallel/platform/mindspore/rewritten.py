@@ -145,7 +145,11 @@ def _layer_norm(input: Any, weight: Any, bias: Any, begin: int = -1, _: int = -1
     return by_rule("layer_norm", input, shape, weight, bias, epsilon), None, None
 
 
-# --- what the framework asks about a tensor
+# --- what concerns the shard alone
+
+
+def _stop_gradient(input: Any) -> Any:
+    return input.layout.tensor(ops.stop_gradient(input.to_local()), tuple(input.shape))
 
 
 def _type_of(input: Any) -> Any:
@@ -184,6 +188,7 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "Assign": lambda target, value: target.copy_(value),
     "AssignAdd": lambda target, value: target.copy_(target + value),
     "AssignSub": lambda target, value: target.copy_(target - value),
+    "StopGradient": _stop_gradient,
     "typeof": _type_of,
 }  # fmt: skip
 
