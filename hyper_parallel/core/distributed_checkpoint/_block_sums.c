@@ -9,8 +9,12 @@
 #define _FILE_OFFSET_BITS 64
 #include <Python.h>
 #include <errno.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -194,14 +198,17 @@ static uint64_t sum_of(Sum way, const uint8_t *data, int64_t size) {
 
 /* --- a box of an array in a file
  *
- * The box is made of runs: bytes that follow each other both in the file and in memory. What is compared goes through a
- * buffer that stays in the cache; whole blocks of long runs are compared on their way from there. Short runs are read
- * into it together, with what lies between two if that is no more than a block. Long ones that are not compared are read
- * to where they belong.
+ * The box is made of runs: bytes that follow each other both in the file and in memory. What is compared is looked at in
+ * a window, a part of the file mapped as memory, so that nothing is copied but to where it belongs; or, where a box has
+ * only few bytes of its part of the file, or the system maps none, it is read into a buffer that stays in the cache.
+ * Whole blocks of long runs are compared on their way from there. Short runs are looked at together, with what lies
+ * between two if that is no more than a block. Long ones that are not compared are read to where they belong.
  */
-#define STEP (128 * 1024) /* stays in the cache */
+#define STEP (128 * 1024) /* looked at in one go; as a buffer it stays in the cache */
+#define WINDOW (4 * 1024 * 1024)
 #define LONG (2 * BLOCK)
 #define MOST_DIMS 64
+#define SPARSE 16 /* one byte of so many, or fewer, are not worth a window */
 
 enum { FINE, FAILED, ENDED, DAMAGED };
 
@@ -214,6 +221,9 @@ typedef struct {
     int ndim; /* dims over which runs are spread, the last one fastest */
     int64_t run, counts[MOST_DIMS], strides[MOST_DIMS], steps[MOST_DIMS]; /* strides in the file, steps in memory */
     uint8_t *stage;
+    int maps; /* whether it looks through windows */
+    uint8_t *volatile window; /* volatile: known also after a jump out of a signal */
+    volatile int64_t window_start, window_size; /* start: in the file */
 } Reader;
 
 typedef struct { int64_t from; uint8_t *to; int64_t index[MOST_DIMS]; } Run;
@@ -247,6 +257,38 @@ static int fill(Reader *r, int64_t at, uint8_t *to, int64_t size) {
     return FINE;
 }
 
+static void close_window(Reader *r) {
+    if (r->window != NULL) munmap(r->window, (size_t)r->window_size);
+    r->window = NULL;
+}
+
+/* Opens a window from a position to that of another or beyond; 0 if the system does not. */
+static int open_window(Reader *r, int64_t at, int64_t end) {
+    int64_t page = sysconf(_SC_PAGESIZE), start = (r->start + at) / page * page, behind = start + WINDOW;
+    if (behind < r->start + end) behind = r->start + end;
+    if (behind > r->start + r->nbytes) behind = r->start + r->nbytes;
+    close_window(r);
+    void *window = mmap(NULL, (size_t)(behind - start), PROT_READ, MAP_SHARED, r->fd, (off_t)start);
+    if (window == MAP_FAILED) return 0;
+    r->window_start = start, r->window_size = behind - start, r->window = window;
+    return 1;
+}
+
+/* What is in the file from one position to another, no more than STEP and two blocks; NULL if it cannot be had. */
+static const uint8_t *look(Reader *r, int64_t at, int64_t end, int *state) {
+    *state = FINE;
+    if (r->maps) {
+        int64_t first = r->start + at, behind = r->start + end;
+        int seen = r->window != NULL && r->window_start <= first && behind <= r->window_start + r->window_size;
+        if (seen || (r->maps = open_window(r, at, end))) {
+            r->bytes_read += end - at;
+            return r->window + (first - r->window_start);
+        }
+    }
+    *state = fill(r, at, r->stage, end - at);
+    return *state == FINE ? r->stage : NULL;
+}
+
 /* Compares the blocks from one position to another, both of which are ends of blocks. */
 static int compare(Reader *r, const uint8_t *data, int64_t begin, int64_t end) {
     if (r->sums == NULL) return FINE;
@@ -258,10 +300,10 @@ static int compare(Reader *r, const uint8_t *data, int64_t begin, int64_t end) {
     return FINE;
 }
 
-/* Takes a part of a run, from one position to another, out of the buffer, which has what is in the file from ``at`` on,
- * where a block begins. */
-static int deliver(Reader *r, int64_t at, int64_t from, int64_t end, uint8_t *to) {
-    for (const uint8_t *data = r->stage; at < end; at += BLOCK, data += BLOCK) {
+/* Takes a part of a run, from one position to another, out of data, which is what is in the file from ``at`` on, where a
+ * block begins. */
+static int deliver(Reader *r, const uint8_t *data, int64_t at, int64_t from, int64_t end, uint8_t *to) {
+    for (; at < end; at += BLOCK, data += BLOCK) {
         int64_t size = r->nbytes - at < BLOCK ? r->nbytes - at : BLOCK, first = from > at ? from : at, behind = at + size;
         uint64_t sum;
         if (from <= at && behind <= end && size == BLOCK)
@@ -285,8 +327,8 @@ static int take_long(Reader *r, const Run *run) {
     for (int64_t from = run->from; state == FINE && from < end; from = next) {
         int64_t at = down(r, from);
         next = end - at < STEP ? end : at + STEP;
-        state = fill(r, at, r->stage, up(r, next) - at);
-        if (state == FINE) state = deliver(r, at, from, next, run->to + (from - run->from));
+        const uint8_t *data = look(r, at, up(r, next), &state);
+        if (data != NULL) state = deliver(r, data, at, from, next, run->to + (from - run->from));
     }
     return state;
 }
@@ -300,10 +342,11 @@ static int take_together(Reader *r, Run *run, int *more) {
         if (ahead.from < last || down(r, ahead.from) - end > BLOCK || next - begin > STEP) break;
         last = ahead.from + r->run, end = next;
     }
-    int state = fill(r, begin, r->stage, end - begin);
-    if (state == FINE) state = compare(r, r->stage, begin, end);
+    int state;
+    const uint8_t *data = look(r, begin, end, &state);
+    if (data != NULL) state = compare(r, data, begin, end);
     for (*more = 1; state == FINE && count > 0; count--) {
-        memcpy(run->to, r->stage + (run->from - begin), (size_t)r->run);
+        memcpy(run->to, data + (run->from - begin), (size_t)r->run);
         *more = advance(r, run);
     }
     return state;
@@ -319,6 +362,61 @@ static int take_box(Reader *r, int64_t from, uint8_t *to) {
         } else
             state = take_together(r, &run, &more);
     settle();
+    return state;
+}
+
+/* --- windows onto files that end too early, or whose disk fails
+ *
+ * There the system sends SIGBUS, which would end the process. A thread that looks through a window comes back from it
+ * instead and reads the ordinary way, which says what is wrong. Everybody else's SIGBUS is left to who had it before.
+ */
+static __thread sigjmp_buf *volatile way_back;
+static struct sigaction had_before;
+static pthread_mutex_t change = PTHREAD_MUTEX_INITIALIZER;
+static int lookers;
+
+static void on_bus_error(int number, siginfo_t *told, void *context) {
+    if (way_back != NULL) siglongjmp(*way_back, 1);
+    if (had_before.sa_flags & SA_SIGINFO)
+        had_before.sa_sigaction(number, told, context);
+    else if (had_before.sa_handler != SIG_DFL && had_before.sa_handler != SIG_IGN)
+        had_before.sa_handler(number);
+    else
+        sigaction(SIGBUS, &had_before, NULL); /* what caused it is done again, and ends as it would have */
+}
+
+/* Counts the threads that look through windows; the handler is there as long as there is one. */
+static void count_lookers(int more) {
+    pthread_mutex_lock(&change);
+    int others = lookers;
+    lookers += more;
+    if (others == 0) {
+        struct sigaction ours = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+        sigaction(SIGBUS, &ours, &had_before);
+    } else if (lookers == 0) {
+        struct sigaction now;
+        sigaction(SIGBUS, NULL, &now);
+        if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus_error) sigaction(SIGBUS, &had_before, NULL);
+    }
+    pthread_mutex_unlock(&change);
+}
+
+static int take_box_safely(Reader *r, int64_t from, uint8_t *to) {
+    sigjmp_buf here;
+    int state;
+    if (!r->maps) return take_box(r, from, to);
+    count_lookers(1);
+    if (sigsetjmp(here, 1) == 0) {
+        way_back = &here;
+        state = take_box(r, from, to);
+        way_back = NULL;
+    } else {
+        way_back = NULL;
+        r->maps = 0, r->bytes_read = 0;
+        state = take_box(r, from, to);
+    }
+    count_lookers(-1);
+    close_window(r);
     return state;
 }
 
@@ -382,6 +480,8 @@ static int lay_out(Reader *r, int64_t from, PyObject *strides, const Py_buffer *
     }
     for (int d = 0; d < r->ndim; d++)
         r->counts[d] = out->shape[d], r->strides[d] = in_file[d], r->steps[d] = out->strides[d];
+    int64_t span = last + out->itemsize - from;
+    r->maps = r->sums != NULL && span > STEP && out->len > span / SPARSE;
     return 0;
 wrong:
     PyErr_SetString(PyExc_ValueError, "read_box: the box is not within the chunk, or its sums are not all there");
@@ -392,7 +492,7 @@ static PyObject *box_read(Reader *r, int64_t from, const Py_buffer *out) {
     if ((r->stage = PyMem_RawMalloc(STEP)) == NULL) return PyErr_NoMemory();
     int state;
     Py_BEGIN_ALLOW_THREADS
-    state = take_box(r, from, out->buf);
+    state = take_box_safely(r, from, out->buf);
     Py_END_ALLOW_THREADS
     PyMem_RawFree(r->stage);
     if (state == FAILED) return PyErr_SetFromErrno(PyExc_OSError);
