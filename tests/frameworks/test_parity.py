@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).with_name("parity.py")
+SHAPES = ("1", "2", "2x2")
 
 
 def run(*arguments):
@@ -23,20 +24,33 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    """The checkpoint that PyTorch wrote, and its losses on one process."""
+def start(tmp_path_factory):
+    """The checkpoint that PyTorch wrote."""
     folder = tmp_path_factory.mktemp("parity") / "start"
-    run("torch", "save", folder)
-    losses = json.loads(run("torch", "1", folder))
-    assert losses[-1] < 0.7 * losses[0]  # it learns, so that wrong gradients would show
-    return folder, losses
+    run("torch", folder, "save")
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("framework", "shape"),
-    [("torch", "2"), ("torch", "2x2"), ("mindspore", "1"), ("mindspore", "2"), ("mindspore", "2x2")],
-)
-def test_losses_are_those_of_one_process_of_pytorch(truth, framework, shape):
-    folder, expected = truth
-    losses = json.loads(run(framework, shape, folder))
-    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+@pytest.fixture(scope="module")
+def in_pytorch(start):
+    """The losses by mesh; the ranks of all meshes are started by one process."""
+    return json.loads(run("torch", start, *SHAPES))
+
+
+@pytest.fixture(scope="module")
+def in_mindspore(start):
+    """The same in MindSpore."""
+    return json.loads(run("mindspore", start, *SHAPES))
+
+
+def test_it_learns_so_that_wrong_gradients_would_show(in_pytorch):
+    losses = in_pytorch["1"]
+    assert len(losses) == 20
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("framework", ["in_pytorch", "in_mindspore"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_losses_are_those_of_one_process_of_pytorch(request, in_pytorch, framework, shape):
+    losses = request.getfixturevalue(framework)[shape]
+    np.testing.assert_allclose(losses, in_pytorch["1"], rtol=2e-6)
