@@ -576,6 +576,10 @@ class Platform(ABC):
         """Whether what is computed from the tensor now is recorded for backward."""
 
     @abstractmethod
+    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
+        """The result, recorded as made from all of these operands: those that it does not depend on get zeros."""
+
+    @abstractmethod
     def accumulates_gradient(self, leaf: Any) -> bool:
         """Whether the backward that runs now only adds to a leaf's gradient: nobody asks for it, no hook sees it."""
 

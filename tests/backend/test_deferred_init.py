@@ -54,6 +54,28 @@ def test_the_numbers_of_one_device():
     assert not any(platform.is_meta(p) for p in platform.parameters_dict(deferred).values())
 
 
+def test_buffers_if_asked():
+    class Outer(platform.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+            self.register_buffer("steps", frame.tensor(np.arange(3)))
+            self.register_buffer("nothing", None)
+
+    platform.manual_seed(7)
+    real = Outer()
+    platform.manual_seed(7)
+    with platform.init_on_device(meta, include_buffers=True):
+        deferred = Outer()
+    assert platform.is_meta(deferred.steps)
+    assert platform.is_meta(deferred.model.scale)
+    assert deferred.nothing is None
+    assert tuple(deferred.steps.shape) == (3,)
+    platform.init_parameters(deferred, 0)
+    assert_same(deferred, real)
+    assert not platform.is_meta(Outer().steps)
+
+
 def test_every_stage_gets_the_numbers_of_one_device():
     real, deferred = build(Model)
     platform.rand((5,))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Cells have in MindSpore alone: two families of layers, and optimizers of which some do nothing on a CPU."""
 
+import warnings
+
 import frame
 import mindspore
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 from mindspore import Parameter, mint, nn
 from mindspore.experimental import optim
 
-from hyper_parallel import get_platform
+from hyper_parallel import Layout, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.platform.mindspore import private
+from hyper_parallel.testing import on_ranks
 
 
 @pytest.fixture
@@ -39,8 +42,6 @@ def stepped(make):
     layer = nn.Dense(2, 3)
     before = layer.weight.asnumpy().copy()
     optimizer = make(layer)
-    # With operators being recorded for backward, nn.AdamWeightDecay runs and changes nothing.
-    private.executor().set_grad_flag(False)
     gradients = {id(layer.weight): np.ones((3, 2), np.float32), id(layer.bias): np.ones(3, np.float32)}
     optimizer(tuple(mindspore.Tensor(gradients[id(p)]) for p in optimizer.parameters))
     assert (layer.weight.asnumpy() != before).all()
@@ -130,8 +131,26 @@ def test_an_optimizer_that_would_change_nothing_is_refused(platform, name):
     optimizer = getattr(mint.optim, name)(nn.Dense(2, 3).trainable_params(), lr=0.1)
     with pytest.raises(RuntimeError, match=rf"mint\.optim\.{name} does not .* mindspore\.experimental\.optim\.{name}"):
         platform.optimizer_parts(optimizer)
+    with pytest.raises(RuntimeError, match=rf"mint\.optim\.{name} does not .* mindspore\.experimental\.optim\.{name}"):
+        optimizer(tuple(mindspore.ops.ones_like(p) for p in optimizer.parameters))
     with pytest.raises(TypeError, match=r"expected an optimizer of mindspore\.experimental\.optim or .*, got int"):
         platform.optimizer_parts(3)
+
+
+@pytest.mark.parametrize("make", [nn.AdamWeightDecay, nn.AdaFactor, nn.Adam, nn.SGD, optim.AdamW, optim.SGD])
+def test_steps_are_the_same_where_operators_are_recorded(platform, make):
+    found = []
+    for is_recorded in (False, True):
+        parameter = Parameter(mindspore.Tensor(np.ones((2, 3), np.float32)), name="w")
+        optimizer = make([parameter]) if make is nn.AdaFactor else make([parameter], 0.1)
+        private.executor().set_grad_flag(is_recorded)
+        for step in (1, 2):
+            optimizer((mindspore.Tensor(np.full((2, 3), 0.5 * step, np.float32)),))
+            assert private.executor().grad_flag() == is_recorded
+        found.append(parameter.asnumpy().tolist())
+    private.executor().set_grad_flag(False)
+    assert found[0] == found[1]
+    assert found[0] != np.ones((2, 3)).tolist()
 
 
 def test_a_new_parameter_has_the_name_of_its_place(platform):
@@ -169,3 +188,40 @@ def test_files_are_those_of_others(platform, tmp_path):
 def test_backward_hooks_have_no_order_to_change(platform):
     with pytest.raises(ValueError, match="in the order in which they were set"):
         platform.register_full_backward_hook(nn.Dense(2, 2), print, prepend=True)
+
+
+@on_ranks(2)
+def test_backward_hooks_of_distributed_tensors_see_the_shards():
+    platform = get_platform()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    layer = nn.Dense(4, 3)
+    for name in ("weight", "bias"):
+        found = platform.search_parameter_by_name(layer, name)
+        replicated = platform.set_layout_into_parameter(found[2], Layout.from_device_mesh(mesh)([Replicate()]))
+        platform.update_parameter_by_name(layer, found, replicated)
+    log = []
+    platform.register_full_backward_pre_hook(layer, lambda _, out: log.append(("before", out[0].shape)))
+    platform.register_full_backward_hook(layer, lambda _, into, out: log.append((into[0].shape, out[0].shape)))
+    x = distribute_tensor(frame.tensor(np.ones((6, 4)), "float32"), mesh, [Shard(0)])
+    frame.recording()
+    x.requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = layer(x)
+    assert out.layout is x.layout
+    frame.run_backward([out.to_local()], [mindspore.ops.ones((3, 3))])
+    private.executor().set_grad_flag(False)
+    assert log == [("before", (3, 3)), ((3, 4), (3, 3))]
+    frame.equal(x.to_local()._grad, np.ones((3, 3)) @ frame.array(layer.weight.full_tensor()), accuracy=1e-6)
+
+
+@pytest.mark.parametrize("device", ["npu", "cuda:0"])
+def test_a_device_that_is_not_in_use_is_refused(platform, device):
+    makers = [
+        lambda: platform.tensor([1.0], device=device),
+        *(lambda make=make: make((2,), device=device) for make in (platform.empty, platform.zeros, platform.rand)),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=rf"device '{device}' is not the one in use: .* tensors on CPU, meta;"):
+            make()
+    assert platform.tensor([1.0], device="cpu:0").device == "CPU"

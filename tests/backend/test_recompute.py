@@ -3,12 +3,14 @@
 
 import contextlib
 import copy
+import functools
+import itertools
 
 import frame
 import numpy as np
 import pytest
 
-from hyper_parallel import get_platform
+from hyper_parallel import CheckpointPolicy, get_platform
 
 platform = get_platform()
 
@@ -68,6 +70,26 @@ def by_ndim(tensor):
     return tensor.ndim == 2
 
 
+def selective(policy, **options):
+    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, policy)
+    return lambda module: platform.ckpt_wrapper(module, context_fn=context_fn, **options)
+
+
+# Not what a dropout does in place.
+NAMES = {"exp", "sin", "add", "mul", "addmm", "matmul", "MatMul", "BiasAdd", "linear", "Dropout"}
+
+
+def saving(verdict, every=1):
+    """A policy that keeps some of the operators, or only some of their runs."""
+    turns = itertools.count()
+
+    def policy(ctx, op, *args, **kwargs):
+        is_meant = platform.get_op_name(op) in NAMES and next(turns) % every == 0
+        return verdict if is_meant else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
 WRAPPERS = {
     "ckpt": platform.ckpt_wrapper,
     "ckpt to the end": lambda m: platform.ckpt_wrapper(m, early_stop=False),
@@ -76,6 +98,17 @@ WRAPPERS = {
     "swap some": lambda m: platform.swap_wrapper(m, by_ndim),
     "swap of ckpt": lambda m: platform.swap_wrapper(platform.ckpt_wrapper(m)),
     "ckpt of swap": lambda m: platform.ckpt_wrapper(platform.swap_wrapper(m)),
+    "select none": selective([]),
+    "select by name": selective(saving(CheckpointPolicy.MUST_SAVE)),
+    "select some": selective(saving(CheckpointPolicy.PREFER_SAVE, every=2)),
+    "select to the end": selective(saving(CheckpointPolicy.MUST_SAVE, every=2), early_stop=False),
+    "swap all operators": selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SWAP),
+    "swap some operators": selective(saving(CheckpointPolicy.MUST_SWAP, every=3)),
+    "select of ckpt": lambda m: selective(saving(True))(platform.ckpt_wrapper(m)),
+    "ckpt of select": lambda m: platform.ckpt_wrapper(selective(saving(True))(m)),
+    "select of select": lambda m: selective(saving(True, every=2))(selective(saving(True, every=3))(m)),
+    "select of swap": lambda m: selective(saving(True))(platform.swap_wrapper(m)),
+    "swap of select": lambda m: platform.swap_wrapper(selective(saving(True))(m)),
 }
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
 SIMPLE = [platform.ckpt_wrapper, platform.swap_wrapper]
@@ -192,6 +225,50 @@ def test_second_backward():
     first = frame.array(frame.grad(x)).copy()
     frame.run_backward([out], [frame.tensor(np.ones(out.shape), "float32")])
     assert np.array_equal(frame.array(frame.grad(x)), 2 * first)
+
+
+# --- by operator
+
+
+def test_the_policy_is_asked_about_operators_by_name():
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        assert not ctx.is_recompute
+        asked.append((platform.get_op_name(op), tuple(ctx.op_output.shape), len(args)))
+        return True
+
+    x = frame.leaf(X)
+    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, policy)
+    out = platform.checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False, context_fn=context_fn)
+    frame.backward([out], [np.ones(X.shape)])
+    assert asked == [("exp", (3, 4), 1), ("sin", (3, 4), 1)]
+    frame.equal(frame.grad(x), np.cos(np.exp(X.astype(np.float64))) * np.exp(X.astype(np.float64)))
+
+
+@pytest.mark.parametrize("bad", [None, 3, [3], [None], ["no operator at all"]])
+def test_no_policy(bad):
+    with pytest.raises(ValueError, match="create_selective_checkpoint_contexts: "):
+        platform.create_selective_checkpoint_contexts(bad)
+
+
+def test_no_verdict():
+    with pytest.raises(ValueError, match="the checkpoint policy returned 'perhaps' for"):
+        selective(lambda ctx, op, *args, **kwargs: "perhaps")(Block())(frame.leaf(X, "float32"))
+
+
+def test_a_function_that_does_something_else_the_second_time():
+    runs = []
+
+    def forward(x):
+        runs.append(1)
+        return x.exp().sin() if len(runs) == 1 else x.exp().exp()
+
+    x = frame.leaf(X)
+    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, saving(True, every=2))
+    out = platform.checkpoint(forward, x, use_reentrant=False, context_fn=context_fn)
+    with pytest.raises(RuntimeError, match="must do the same both times"):
+        frame.backward([out], [np.ones(X.shape)])
 
 
 # --- the wrapper passes for the module

@@ -5,9 +5,10 @@ import frame
 import mindspore
 import numpy as np
 import pytest
-from mindspore import nn
+from mindspore import nn, ops
 
 from hyper_parallel import get_platform
+from hyper_parallel.platform.mindspore import randomness
 
 platform = get_platform()
 
@@ -17,22 +18,68 @@ def test_reentrance_is_refused():
         platform.checkpoint(lambda x: x, frame.tensor([1.0]), use_reentrant=True)
 
 
-def test_selection_by_operator_is_not_to_be_had():
-    with pytest.raises(NotImplementedError, match="MindSpore has no way to see the operators"):
-        platform.create_selective_checkpoint_contexts([])
+class Dropping(nn.Cell):
+    """Every kind of dropout, some of which keep numbers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 4)
+        self.kinds = nn.CellList([nn.Dropout(p=0.5), nn.Dropout(keep_prob=0.7), nn.Dropout1d(0.4)])
+        self.planes, self.volumes = nn.Dropout2d(0.4), nn.Dropout3d(0.4)
+        self.primitive = ops.Dropout(0.6)
+        self.masks = []
+
+    def construct(self, x):
+        hidden = self.layer(x).exp()
+        for kind in self.kinds:
+            hidden = kind(hidden).sin()
+        hidden = self.planes(hidden.reshape(4, 8, 2, 2)).sin() * 3
+        hidden = self.volumes(hidden.reshape(4, 8, 2, 2, 1)).sin()
+        hidden, mask = self.primitive(ops.dropout2d(hidden.reshape(4, 8, 4, 1), 0.3).sin())
+        self.masks.append(mask.asnumpy())
+        return hidden.sin()
 
 
-def test_a_dropout_whose_mask_cannot_be_had_again_is_refused():
-    model = nn.SequentialCell(nn.Dense(2, 2), nn.Dropout(p=0.5))
-    wrapped = platform.ckpt_wrapper(model)
-    x = frame.tensor(np.ones((1, 2)), "float32")
+@pytest.mark.parametrize(
+    "call", [platform.ckpt_wrapper, lambda model: lambda x: platform.checkpoint(model.construct, x)]
+)
+def test_dropouts_drop_the_same_the_second_time(call):
+    model, x = Dropping(), frame.draw(4, 8, 4).astype(np.float32)
     model.set_train()
-    with pytest.raises(RuntimeError, match="1 is a Dropout, whose mask on a CPU would be another one"):
-        wrapped(x)
-    with pytest.raises(RuntimeError, match="is a Dropout, whose mask"):
-        platform.checkpoint(model, x)
-    model.set_train(False)
-    assert wrapped(x).shape == (1, 2)
+    run = call(model)
+
+    def loss(values):
+        platform.manual_seed(3)
+        leaf = frame.leaf(values, "float64")
+        out = run(leaf.astype(mindspore.float32))
+        return leaf, out
+
+    leaf, out = loss(x)
+    shares = [np.mean(mask) for mask in model.masks]
+    frame.backward([out], [np.ones(out.shape)])
+    assert len(model.masks) == 2
+    assert np.array_equal(*model.masks)
+    assert 0.4 < shares[0] < 0.8
+    # Another run with the same seed drops the same, so that the gradient can be taken by differences.
+    direction = frame.draw(4, 8, 4, seed=1)
+    values = [float(loss(x + side * 1e-2 * direction)[1].astype(mindspore.float64).sum().asnumpy()) for side in (1, -1)]
+    slope = (values[0] - values[1]) / 2e-2
+    assert abs(slope - np.sum(frame.array(leaf._grad) * direction)) < 2e-2 * abs(slope) + 2e-2
+
+
+def test_dropouts_of_channels_and_of_elements():
+    x = frame.tensor(np.ones((50, 20, 3, 2)), "float32")
+    with randomness.replayable():
+        platform.manual_seed(3)
+        planes, mask = (found.asnumpy() for found in ops.Dropout2D(0.75)(x))
+        assert np.array_equal(mask, planes != 0)
+        assert np.array_equal(planes, np.broadcast_to(planes[:, :, :1, :1], planes.shape))
+        assert set(np.unique(planes)) == {0.0, np.float32(1 / 0.75)}
+        assert abs(np.mean(mask) - 0.75) < 0.06
+        assert not ops.Dropout2D(0.0)(x)[0].asnumpy().any()
+        first, second = (nn.Dropout(p=0.5).set_train()(x).asnumpy() for _ in range(2))
+        assert abs(np.mean(first != 0) - 0.5) < 0.05
+        assert not np.array_equal(first, second)
 
 
 def test_under_value_and_grad():
@@ -51,11 +98,6 @@ def test_under_value_and_grad():
         loss, gradients = mindspore.value_and_grad(lambda x, m=model: m(x).sum(), 0, net.trainable_params())(x)
         found.append([loss.asnumpy().tolist(), gradients[0].asnumpy().tolist(), gradients[1][0].asnumpy().tolist()])
     assert found[0] == found[1] == found[2]
-
-
-def test_symmetric_memory_is_not_to_be_had():
-    with pytest.raises(NotImplementedError, match="has no symmetric memory"):
-        platform.get_symmetric_memory_handler()
 
 
 @pytest.mark.parametrize("call", ["from_native_mesh", "to_native_mesh", "from_native_dtensor", "to_native_dtensor"])

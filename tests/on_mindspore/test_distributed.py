@@ -179,3 +179,23 @@ def test_the_padding_of_an_embedding_gets_no_gradient():
         found = mindspore.grad(loss)(cut)
         whole = DTensor.from_local(found, mesh, [placement]).full_tensor()
         np.testing.assert_allclose(whole.asnumpy(), expected, rtol=1e-6)
+
+
+@on_ranks(2)
+def test_changes_in_place_are_part_of_the_graph():
+    mesh, start = init_device_mesh("cpu", (2,)), np.array([1.0, 2.0, 3.0], np.float32)
+
+    def tripled(x):
+        changed = x * 1
+        changed.mul_(3.0)
+        return (changed * changed).sum()
+
+    def doubled(x):
+        changed = x * 1
+        changed += x
+        return (changed * changed).sum()
+
+    for function, expected in ((tripled, 18 * start), (doubled, 8 * start)):
+        x = distribute_tensor(Tensor(start), mesh, [Shard(0)])
+        found = mindspore.grad(lambda x, function=function: function(x).full_tensor())(x)
+        np.testing.assert_allclose(found.asnumpy(), x.layout.part_of(Tensor(expected)).asnumpy(), rtol=1e-6)

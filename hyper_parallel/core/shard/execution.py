@@ -241,12 +241,7 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     An operator may leave out operands of which nothing is there; the ranks that have something would then wait in
     backward for a sum in which this one takes no part. So where any rank has nothing, all ranks do this.
     """
-    if platform.is_floating_point(result):
-        for operand in operands:
-            if platform.is_recorded(operand) and platform.is_floating_point(operand):
-                nothing = operand.reshape(-1)[:0].to(result.dtype)
-                result = platform.cat([result.reshape(-1), nothing]).reshape(result.shape)
-    return result
+    return platform.tied(result, operands) if platform.is_floating_point(result) else result
 
 
 def _empty_somewhere(layout: Layout, shape: Sequence[int]) -> bool:

@@ -19,9 +19,11 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, nn
 from mindspore.common import initializer as initializers
+from mindspore.nn.cell import register_cell_buffer_registration_hook
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel.platform.mindspore import deferred
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import device_name
 from hyper_parallel.platform.platform import Platform
 
@@ -50,24 +52,19 @@ class DeferredInit(Platform):
         return META
 
     def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[None]:
-        """A context in which new parameters land on ``device``.
+        """A context in which new parameters, and buffers if asked, land on ``device``.
 
         On the meta device those that are made by an initialiser get no data, and ``numpy.random``, from which it would
-        draw, goes on as if it had. A parameter that is made from data (a tensor, an array) keeps it. Buffers are
-        tensors with data before a Cell gets them: for them nothing would be saved, and they are refused.
+        draw, goes on as if it had. A parameter that is made from data (a tensor, an array) keeps it. A buffer has its
+        data before a Cell gets it: in the Cell it is on meta, and what it was is kept until ``init_parameters``.
         """
         where = device_name(device)
         if where not in (META, self.device()):
             raise ValueError(f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}")
-        if where == META and include_buffers:
-            raise NotImplementedError(
-                "init_on_device: a buffer of MindSpore has its data before the Cell gets it, so there is nothing to "
-                "defer; include_buffers must be False"
-            )
-        return _deferring() if where == META else nullcontext()
+        return _deferring(include_buffers) if where == META else nullcontext()
 
     def init_parameters(self, module: Any, stage_index: int) -> None:
-        """Gives data to parameters that were created without, each as one device would have drawn it.
+        """Gives data to parameters (and buffers) that were created without, each as one device would have drawn it.
 
         Those built under ``init_on_device`` get exactly their numbers, in whatever part of the model ``module`` is, and
         no more than one whole parameter is held at a time. Others are a ValueError: nobody knows their initialiser.
@@ -76,16 +73,17 @@ class DeferredInit(Platform):
             raise ValueError(f"init_parameters: expected a mindspore.nn.Cell, got {module!r}")
         if not isinstance(stage_index, int) or isinstance(stage_index, bool) or stage_index < 0:
             raise ValueError(f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}")
-        empty = {name: p for name, p in module.parameters_and_names() if self.is_meta(self._shard(p))}
-        if lost := [name for name, parameter in empty.items() if self._draw_of(parameter) is None]:
+        tensors = [*module.parameters_and_names(), *module.named_buffers()]
+        empty = {name: tensor for name, tensor in tensors if self.is_meta(self._shard(tensor))}
+        if lost := [name for name, tensor in empty.items() if self._draw_of(tensor) is None]:
             raise ValueError(
-                f"init_parameters: nobody knows how to initialise {', '.join(lost)}: the parameters have no data and "
-                "no initialiser. Build the Cell under init_on_device(meta_device), or load them."
+                f"init_parameters: nobody knows how to initialise {', '.join(lost)}: they have no data and no "
+                "initialiser. Build the Cell under init_on_device(meta_device), or load them."
             )
-        for parameter in empty.values():
-            draw = self._draw_of(parameter)
+        for tensor in empty.values():
+            draw = self._draw_of(tensor)
             assert draw is not None  # checked before anything was begun
-            self.update_param_data(parameter, draw())
+            self.update_param_data(tensor, draw())
 
     def _draw_of(self, parameter: Any) -> deferred.Draw | None:
         return deferred.draw_of(self._shard(parameter))
@@ -95,7 +93,7 @@ class DeferredInit(Platform):
 
 
 @contextmanager
-def _deferring() -> Iterator[None]:
+def _deferring(include_buffers: bool) -> Iterator[None]:
     made = Parameter.__init__
 
     @functools.wraps(made)
@@ -104,12 +102,20 @@ def _deferring() -> Iterator[None]:
         if self.has_init and self.init_mode is not None:
             _defer(self)
 
+    hook = register_cell_buffer_registration_hook(_buffer_on_meta) if include_buffers else None
     with no_init_parameters():
         Parameter.__init__ = without_data
         try:
             yield
         finally:
             Parameter.__init__ = made
+            if hook is not None:
+                hook.remove()
+
+
+def _buffer_on_meta(_cell: Any, _name: str, buffer: Any) -> Any:
+    is_real = buffer is not None and not isinstance(buffer, DTensorBase) and not buffer.is_meta
+    return deferred.tensor(buffer.shape, buffer.dtype, lambda: buffer) if is_real else None
 
 
 def _defer(parameter: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import private
-from hyper_parallel.platform.mindspore.operators import getitem, operation, setitem
+from hyper_parallel.platform.mindspore.operators import function, operation
 from hyper_parallel.platform.mindspore.rewritten import rewritten
 
 _Base = private.base_tensor()
@@ -170,10 +170,10 @@ class DTensorBase(Tensor):
     # --- operators that do not arrive at __fallback__
 
     def __getitem__(self, index: Any) -> Any:
-        return type(self).dispatch(getitem, (self, index), {})
+        return type(self).dispatch(function("getitem"), (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> Any:
-        type(self).dispatch(setitem, (self, index, value), {})
+        type(self).dispatch(function("setitem"), (self, index, value), {})
         return self
 
     def __iter__(self) -> Iterator[Any]:

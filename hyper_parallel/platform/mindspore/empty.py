@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002 - operands have the names that the rules give them
+# ruff: noqa: A002, A006 - operands have the names that the rules give them
 """Operators on tensors without elements, where MindSpore's kernels leave the result unset, or end the process.
 
 A shard may be empty, and its sum is zero. Where an operand is empty, a few operators have a function here, those that
 look at each element by itself or at none do what they always do, and for all others only the shape of the result is
-asked for: it is empty too, or it is an error.
+asked for: it is empty too, or it is an error. Backward does not run kernels there either: what is empty gives its
+operands a gradient of zeros. It does run, though: other ranks communicate in it, and wait for this one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.common.device import DeviceCtx
 
-from hyper_parallel.platform.containers import tree_map
+from hyper_parallel.platform.containers import leaves, tree_map
+from hyper_parallel.platform.mindspore import private
+
+Function: Any = private.function()
 
 
 def has_empty(args: Sequence[Any]) -> bool:
@@ -32,13 +38,16 @@ def filled(shape: Sequence[int], value: float, dtype: Any) -> Any:
     return ops.full(tuple(shape), value, dtype=dtype)
 
 
-def _reduction(identity: float) -> Callable[..., Any]:
+def _reduction(identity: float, *, counts: bool = False) -> Callable[..., Any]:
+    """``counts``: integers and booleans add up to the longest integers."""
+
     def reduce(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
         ndim = len(input.shape)
-        given = range(ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+        given = (dim,) if isinstance(dim, int) else dim or range(ndim)
         dims = {d % max(ndim, 1) for d in given}
         kept = [1 if d in dims else size for d, size in enumerate(input.shape) if keepdim or d not in dims]
-        return filled(kept, identity, dtype or input.dtype)
+        longest = mindspore.int64 if counts and not _has_gradient(input) else input.dtype
+        return filled(kept, identity, dtype or longest)
 
     return reduce
 
@@ -49,6 +58,39 @@ def _found(input: Any, dim: int, keepdim: bool = False) -> Any:
         raise ValueError(f"max, min: dim {dim} of shape {tuple(input.shape)} has no elements")
     values = _reduction(0)(input, dim, keepdim)
     return values, filled(values.shape, 0, mindspore.int64)
+
+
+def _place(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The place of an extreme along a dim that has some elements, of which there is none."""
+    if dim is None or not input.shape[dim]:
+        raise ValueError(f"argmax, argmin: shape {tuple(input.shape)} has no elements along dim {dim}")
+    return _reduction(0)(input, dim, keepdim, mindspore.int64)
+
+
+def _item(input: Any, index: Any) -> Any:
+    held = np.broadcast_to(np.zeros((), bool), input.shape)  # of any size, in no memory
+    plain = tree_map(lambda one: one.asnumpy() if isinstance(one, Tensor) else one, index)
+    return filled(held[plain].shape, 0, input.dtype)
+
+
+def _narrow(input: Any, dim: int, start: int, length: int) -> Any:
+    return _item(input, (slice(None),) * (dim % len(input.shape)) + (slice(start, start + length),))
+
+
+def _split(input: Any, split_size: Any, dim: int = 0) -> Any:
+    whole = input.shape[dim]
+    if isinstance(split_size, int):
+        split_size = [min(split_size, whole - at) for at in range(0, whole, split_size)] if whole else [0]
+    starts = itertools.accumulate(split_size, initial=0)
+    return tuple(_narrow(input, dim, start, size) for start, size in zip(starts, split_size, strict=False))
+
+
+def _one_hot(input: Any, num_classes: int = -1) -> Any:
+    return filled((*input.shape, num_classes), 0, mindspore.int64)
+
+
+def _scattered(input: Any, dim: int, index: Any, src: Any, **_: Any) -> Any:  # noqa: ARG001 - nothing is put anywhere
+    return input.copy()
 
 
 def _matmul(input: Any, other: Any) -> Any:
@@ -73,27 +115,68 @@ def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 # Views, and operators that look at each element by itself: their kernels have nothing to do.
 FINE = frozenset(
     """
-    Abs Add AddExt AddScalar BroadcastTo BroadcastToView Cast Ceil ChunkView ClampScalar ClampTensor Concat Copy Cos
+    Abs Add AddExt AddScalar BroadcastTo BroadcastToView Cast Ceil ChunkView ClampScalar Concat Copy Cos
     DiagonalView Div Divs Equal Erf Exp ExpandAs ExpandDims ExpandDimsView Expm1 FlattenExt Floor FloorDiv Greater
     GreaterEqual IsFinite IsInf IsNan Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr MaskedFill
-    MaskedFillScalar Maximum Minimum Mul Muls NarrowView Neg NotEqual Pow PowScalarTensor PowTensorScalar ReLU
+    MaskedFillScalar Mul Muls NarrowView Neg NotEqual Pow PowScalarTensor PowTensorScalar ReLU
     Reciprocal Reshape Rsqrt Select SiLU Sigmoid Sign Sin SplitTensorView SplitWithSizeView Sqrt Square Squeeze
     StopGradient Sub SubExt SubScalar TExt Tanh ToDtype Transpose TransposeExtView TransposeView View
     """.split()  # noqa: SIM905 - a list of so many would take a page
 )
 
 
-def run_on_empty(
-    name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool
-) -> Any:
-    """What an operator gives when an operand is empty."""
+def run(name: str, usual: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool) -> Any:
+    """What an operator gives, whether its operands and results have elements or not."""
+    if not has_empty(args):
+        found = usual(*args, **kwargs)
+        return _settled(found, args) if _lacks_elements(found) else found
     if name in ON_EMPTY:
-        return ON_EMPTY[name](*args, **kwargs)
+        return _settled(ON_EMPTY[name](*args, **kwargs), args)
     if is_fine:
-        return run(*args, **kwargs)
+        found = usual(*args, **kwargs)
+        return _settled(found, args) if _lacks_elements(found) else found
     with DeviceCtx("meta"):
-        found = run(*tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs)))
-    return tree_map(lambda value: _off_meta(name, value), found)
+        found = usual(*tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs)))
+    return _settled(tree_map(lambda value: _off_meta(name, value), found), args)
+
+
+def _lacks_elements(found: Any) -> bool:
+    return 0 in found.shape if isinstance(found, Tensor) else isinstance(found, (tuple, list)) and has_empty(found)
+
+
+class _Tied(Function):
+    """A result, as if made from operands to which its gradient does not go."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Any, *operands: Any) -> Any:
+        ctx.operands = [(x.shape, x.dtype) for x in operands]
+        return result.copy()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return (grad, *(filled(shape, 0, dtype) for shape, dtype in ctx.operands))
+
+
+def tied(result: Any, operands: Sequence[Any]) -> Any:
+    """The result, recorded as made from all of the operands, which get zeros from it."""
+    operands = [x for x in operands if _has_gradient(x)]
+    return _Tied.apply(result, *operands) if operands and _has_gradient(result) else result
+
+
+def _settled(found: Any, args: Sequence[Any]) -> Any:
+    """The results, of which the operands get zeros as gradients wherever they are empty or owe nothing to them."""
+    operands = [x for x in leaves(tuple(args)) if isinstance(x, Tensor)]
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return tied(filled(value.shape, 0, value.dtype) if 0 in value.shape else value, operands)
+
+    return tree_map(settle, found)
+
+
+def _has_gradient(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _on_meta(value: Any) -> Any:
@@ -113,10 +196,18 @@ def _off_meta(name: str, value: Any) -> Any:
 
 # By the operator of MindSpore and by the name in the rules.
 ON_EMPTY: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("SumExt", "sum"), _reduction(0)),
+    **dict.fromkeys(("SumExt", "sum"), _reduction(0, counts=True)),
     **dict.fromkeys(("MeanExt", "mean"), _reduction(math.nan)),
-    **dict.fromkeys(("ProdExt", "prod"), _reduction(1)),
+    **dict.fromkeys(("ProdExt", "prod"), _reduction(1, counts=True)),
+    **dict.fromkeys(("Nansum", "nansum"), _reduction(0, counts=True)),
     **dict.fromkeys(("MaxDim", "MinDim", "max", "min"), _found),
+    **dict.fromkeys(("ArgMaxExt", "ArgMinExt", "argmax", "argmin"), _place),
+    "getitem": _item,
+    "setitem": lambda input, index, value: input,  # noqa: ARG005 - there is nothing to put something into
+    **dict.fromkeys(("Narrow", "NarrowView", "narrow"), _narrow),
+    **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView", "split"), _split),
+    **dict.fromkeys(("OneHotExt", "one_hot"), _one_hot),
+    **dict.fromkeys(("Scatter", "scatter", "ScatterAddExt", "scatter_add"), _scattered),
     **dict.fromkeys(("MatMulExt", "BatchMatMulExt", "Mm", "Mv", "Dot", "matmul", "bmm", "mm", "mv", "dot"), _matmul),
     **dict.fromkeys(("Dense", "linear"), _linear),
 }

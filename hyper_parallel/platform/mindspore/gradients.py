@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore import empty, private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.platform import Platform
 
@@ -37,6 +37,9 @@ class Gradients(Platform):
     def is_recorded(self, tensor: Any) -> bool:
         return private.requires_grad(tensor) and bool(private.executor().requires_grad())
 
+    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
+        return empty.tied(result, [x for x in operands if self.is_recorded(x)])
+
     def accumulates_gradient(self, leaf: Any) -> bool:  # noqa: ARG002 - the framework does not tell who asks
         return False
 
@@ -57,65 +60,106 @@ class Gradients(Platform):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,  # noqa: ARG002 - there is one way
     ) -> Any:
+        """Scales gradients down to ``max_norm`` in place and returns the total norm before that.
+
+        Gradients that ``value_and_grad`` returned come with their parameters, which say how they lie on the mesh:
+        ``clip_grad_norm_(zip(parameters, gradients), max_norm)``.
+        """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
             raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
         if math.isnan(norm_type) or norm_type <= 0:
             raise ValueError(f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}")
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
-        spread: dict[tuple[int, ...], list[Any]] = {}
-        for parameter in _parameters(parameters):
-            if parameter._grad is not None or private.requires_grad(parameter):
-                spread.setdefault(_ranks(parameter), []).append(parameter)
-        norms = {
-            ranks: _norm([p._grad for p in held if p._grad is not None], norm_type) for ranks, held in spread.items()
-        }
+        spread: dict[tuple[int, ...], list[_Held]] = {}
+        for held in _all_held(parameters):
+            if held.grad is not None or private.requires_grad(held.param):
+                spread.setdefault(held.ranks, []).append(held)
+        norms = {ranks: _norm(pieces, norm_type) for ranks, pieces in spread.items()}
         # Sorted by ranks, so that groups with common members never wait for each other.
         for ranks in sorted(ranks for ranks in norms if ranks):
             gathered = self.all_gather_into_tensor(norms[ranks].reshape(1), self.create_group(ranks))
-            norms[ranks] = _norm([gathered], norm_type)
-        total = _norm([norm.reshape(1) for norm in norms.values()], norm_type)
+            norms[ranks] = _norm_of([gathered], norm_type, gathered.dtype)
+        total = _norm_of([norm.reshape(1) for norm in norms.values()], norm_type, _widest(norms.values()))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
                 "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless"
             )
         factor = mint.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in (p for held in spread.values() for p in held if p._grad is not None):
-            self.copy_into(parameter._grad, parameter._grad * factor.astype(parameter._grad.dtype))
+        gradients = [held.grad for pieces in spread.values() for held in pieces if held.grad is not None]
+        # Two parameters may have got one and the same gradient, which must not be scaled twice.
+        for gradient in {self.memory_key(gradient): gradient for gradient in gradients}.values():
+            self.copy_into(gradient, gradient * factor.astype(gradient.dtype))
         return total
 
 
-def _parameters(parameters: Any) -> list[Any]:
-    """The tensors meant by a module, a tensor or an iterable, each once."""
+class _Held(NamedTuple):
+    """What this rank has of a parameter and its gradient, and the ranks that together have all of the gradient."""
+
+    param: Any
+    grad: Any
+    ranks: tuple[int, ...]  # none if each has all of it
+
+
+def _all_held(parameters: Any) -> list[_Held]:
+    """What is meant by a module, a tensor or an iterable of tensors or of (tensor, its gradient), each tensor once."""
     if isinstance(parameters, nn.Cell):
         found: Iterable[Any] = parameters.get_parameters()
     else:
         found = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = {id(p): p for p in found}
-    wrong = [type(p).__name__ for p in unique.values() if not isinstance(p, Tensor)]
-    if wrong:
-        raise TypeError(
-            f"clip_grad_norm_: expected a module, a tensor or an iterable of tensors, found {wrong[0]} in it"
-        )
+    unique: dict[int, _Held] = {}
+    for item in found:
+        held = _held(*item) if isinstance(item, tuple) and len(item) == 2 else _held(item, None)
+        unique.setdefault(id(held.param), held)
     return list(unique.values())
 
 
-def _ranks(parameter: Any) -> tuple[int, ...]:
-    """The ranks that together have all of a parameter's gradient; none if each has all of it."""
-    if not isinstance(parameter, DTensorBase):
-        return ()
-    layout = parameter.layout
-    ranks = layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
-    return tuple(ranks) if len(ranks) > 1 else ()
+def _held(param: Any, grad: Any) -> _Held:
+    for value in (param, *(() if grad is None else (grad,))):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
+                f"gradient), found {type(value).__name__} in it"
+            )
+    grad = param._grad if grad is None else grad
+    if grad is None and not isinstance(param, Parameter) and not private.requires_grad(param):
+        raise ValueError(
+            f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
+            "gradients themselves, say to which parameters they belong: zip(parameters, gradients)"
+        )
+    layout = next((tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)), None)
+    local, own = (x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param))
+    if isinstance(grad, DTensorBase) and grad.layout.is_partial():
+        raise ValueError(
+            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
+            f"{layout}; a norm needs the values: call reduce_partial() on it first"
+        )
+    if local is not None and not isinstance(grad, DTensorBase) and local.shape != own.shape:
+        raise ValueError(
+            f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this rank "
+            f"has {tuple(own.shape)}"
+        )
+    ranks = () if layout is None else layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
+    return _Held(param, local, tuple(ranks) if len(ranks) > 1 else ())
 
 
-def _norm(gradients: Sequence[Any], norm_type: float) -> Any:
-    """The norm of all elements, added up in float32 or wider."""
-    wide = mindspore.float64 if any(g.dtype == mindspore.float64 for g in gradients) else mindspore.float32
-    parts = [mint.abs(g.astype(wide)) for g in gradients if 0 not in g.shape]
+def _norm(pieces: Sequence[_Held], norm_type: float) -> Any:
+    """The norm of what this rank has; the parameters tell the dtype, so that the ranks agree on it."""
+    gradients = [held.grad for held in pieces if held.grad is not None]
+    return _norm_of(gradients, norm_type, _widest(held.param for held in pieces))
+
+
+def _widest(tensors: Iterable[Any]) -> Any:
+    is_wide = any(tensor.dtype == mindspore.float64 for tensor in tensors)
+    return mindspore.float64 if is_wide else mindspore.float32
+
+
+def _norm_of(tensors: Sequence[Any], norm_type: float, dtype: Any) -> Any:
+    """The norm of all elements."""
+    parts = [mint.abs(tensor.astype(dtype)) for tensor in tensors if 0 not in tensor.shape]
     if not parts:
-        return Tensor(0.0, mindspore.float32)
+        return Tensor(0.0, dtype)
     if math.isinf(norm_type):
         return mint.max(mint.cat([mint.max(part).reshape(1) for part in parts]))
     powers = [mint.sum(mint.pow(part, norm_type)).reshape(1) for part in parts]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ import numpy as np
 from mindspore import Parameter, mint, nn
 
 from hyper_parallel.platform.mindspore import deferred, optimizers, private
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import DTYPE_NAMES, Tensors
 from hyper_parallel.platform.platform import Projection
 
@@ -263,3 +265,25 @@ def _check_format(call: str, ckpt_format: str) -> None:
 def _refuse_prepending(call: str, prepend: bool) -> None:
     if prepend:
         raise ValueError(f"{call}: MindSpore runs backward hooks in the order in which they were set; prepend is False")
+
+
+def _set_on_shards(kind: Any) -> None:
+    """Backward hooks of a Cell that gets distributed tensors are set on the shards, and told of shards' gradients."""
+    usual = kind.__call__
+
+    @functools.wraps(usual)
+    def call(primitive: Any, args: Any) -> Any:
+        items = args if isinstance(args, tuple) else (args,)
+        if not any(isinstance(item, DTensorBase) for item in items):
+            return usual(primitive, args)
+        found = usual(primitive, tuple(item.to_local() if isinstance(item, DTensorBase) else item for item in items))
+        made = tuple(
+            item.layout.tensor(local, tuple(item.shape)) if isinstance(item, DTensorBase) else local
+            for item, local in zip(items, found, strict=True)
+        )
+        return made if isinstance(args, tuple) else made[0]
+
+    kind.__call__ = call
+
+
+_set_on_shards(private.backward_hooks())

@@ -6,16 +6,22 @@
 
 MindSpore keeps a tuple of tensors for each kind of state, in the order of the parameters, and makes all of them when
 the optimizer is made. Names that mean what torch's mean are given torch's, so that either can load the other's.
+
+From here on a step of any optimizer changes its parameters or is refused.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
+
+from hyper_parallel.platform.mindspore import private
 
 _TORCHS = {
     "accum": "momentum_buffer",
@@ -64,6 +70,28 @@ def refuse_idle(optimizer: Any) -> None:
         )
 
 
+def _steps_count(kind: Any) -> None:
+    """Where operators are recorded for backward, some optimizers would change a copy: their steps are not recorded."""
+    usual = kind.__call__
+
+    @functools.wraps(usual)
+    def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_idle(optimizer)
+        executor = private.executor()
+        was_on = executor.grad_flag()
+        executor.set_grad_flag(False)
+        try:
+            return usual(optimizer, *args, **kwargs)
+        finally:
+            executor.set_grad_flag(was_on)
+
+    kind.__call__ = step
+
+
+_steps_count(nn.Optimizer)
+_steps_count(optim.Optimizer)
+
+
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     """The groups of an optimizer of ``nn``, which keeps a rate for each parameter if they differ.
 
@@ -86,6 +114,7 @@ class State(MutableMapping[Any, dict[str, Any]]):
         self._parameters = list(optimizer.parameters)
         self._at = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._kinds: dict[str, Sequence[Any]] = {}
+        self._given: dict[str, tuple[Any, Any]] = {}  # to numbers of all parameters: the value, and by which parameter
         names = _TORCHS | (_ADAGRADS if "Adagrad" in self._name else {})
         for name, value in vars(optimizer).items():
             if isinstance(value, ParameterTuple) and len(value) == len(self) and name not in _NO_STATE:
@@ -98,20 +127,39 @@ class State(MutableMapping[Any, dict[str, Any]]):
             self._kinds.pop("max_exp_avg_sq", None)  # made, but not used
 
     def __getitem__(self, parameter: Any) -> dict[str, Any]:
+        own = self._own(parameter)
+        if "step" in own and own["step"].dtype == mindspore.int32:  # torch counts in float32
+            own["step"] = mindspore.Tensor(own["step"].asnumpy().astype(np.float32))
+        return own
+
+    def _own(self, parameter: Any) -> dict[str, Any]:
+        """The optimizer's tensors themselves."""
         at = self._at.get(id(parameter))
         if at is None:
             raise KeyError(parameter)
         return {name: kind[at] for name, kind in self._kinds.items()}
 
     def __setitem__(self, parameter: Any, values: dict[str, Any]) -> None:
-        own = self[parameter]
+        own = self._own(parameter)
         if unknown := sorted(values.keys() - own.keys()):
             raise ValueError(f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}")
         if "momentum_buffer" in values and _FIRST_STEP in own and _FIRST_STEP not in values:
             values = {**values, _FIRST_STEP: mindspore.ops.zeros_like(own[_FIRST_STEP])}
         for name, value in values.items():
             if value is not own[name]:
+                self._check_alike(name, value, parameter)
                 self._copy_into(own[name], value)
+
+    def _check_alike(self, name: str, value: Any, parameter: Any) -> None:
+        """A ValueError if a number that all parameters share would be one for this and another for those before."""
+        if len({id(tensor) for tensor in self._kinds[name]}) == 1 < len(self):
+            number = value.asnumpy().tolist()
+            before, first = self._given.setdefault(name, (number, parameter))
+            if before != number:
+                raise ValueError(
+                    f"{self._name} of MindSpore keeps one {name!r} for all parameters, got {before} for {first.name} "
+                    f"and {number} for {parameter.name}; load what was saved when both had the same"
+                )
 
     def __delitem__(self, parameter: Any) -> None:
         self[parameter]

@@ -59,6 +59,12 @@ def function() -> Any:
     return _name("mindspore", "_Function")
 
 
+def node(tensor: Any) -> Any:
+    """What computes the gradients of a tensor's operands; for a function of ours its context."""
+    _name("mindspore._c_expression", "TensorPy", "_grad_node")
+    return tensor._grad_node
+
+
 def no_grad() -> Any:
     """A context in which nothing is recorded."""
     return _name("mindspore", "_no_grad")
@@ -115,6 +121,11 @@ def own_parameters(cell: Any) -> Any:
 def own_buffers(cell: Any) -> Any:
     """The buffers that a Cell has itself; it does not let its own attributes be set anew."""
     return cell._buffers
+
+
+def backward_hooks() -> Any:
+    """The class that sets the backward hooks of a Cell on what it is called with."""
+    return _name("mindspore.ops.operations._inner_ops", "CellBackwardHook")
 
 
 def cell_on(kind: Any, attributes: dict[str, Any]) -> Any:

@@ -8,17 +8,23 @@
 
 Two generators are one here. What the platform draws comes from numpy's Philox by (seed, number of the draw).
 MindSpore's functional operators (``ops.rand``, ``ops.dropout``) seed each call with a global seed and a counter for
-each kernel; both are kept in Python, so they are part of the state. What is not: a Cell like ``nn.Dropout``, whose
-kernel has numbers of its own, and initialisers, which draw from ``numpy.random``.
+each kernel; both are kept in Python, so they are part of the state. What is not: initialisers, which draw from
+``numpy.random``, and dropouts whose kernel has numbers of its own, such as ``nn.Dropout``. Those draw from the platform
+inside ``replayable()``.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import mindspore
 import numpy as np
+from mindspore import ops
 from numpy.typing import NDArray
 
 from hyper_parallel.platform.mindspore import private
@@ -95,3 +101,54 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         put_back(before)
         np.random.set_state(initialisers)
+
+
+# --- dropouts with numbers of their own
+
+
+class _Here(threading.local):
+    is_replayable = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def replayable() -> Iterator[None]:
+    """A context in which every dropout on a CPU draws from what ``put_back`` turns back."""
+    before, _here.is_replayable = _here.is_replayable, True
+    try:
+        yield
+    finally:
+        _here.is_replayable = before
+
+
+def _drawn_here(kind: Any, instead: Callable[[Any, Any], Any]) -> None:
+    usual = kind.__call__
+
+    @functools.wraps(usual)
+    def call(primitive: Any, x: Any) -> Any:
+        is_functional = primitive.attrs.get("random_cache") is False  # seeded at each call
+        if is_functional or not _here.is_replayable or mindspore.get_context("device_target") != "CPU":
+            return usual(primitive, x)
+        return instead(primitive, x)
+
+    kind.__call__ = call
+
+
+def _dropped(primitive: Any, x: Any) -> Any:
+    """(what is left, mask), by a kernel that begins with a seed of ours: one that has run would go on with its own."""
+    fresh = ops.Dropout(primitive.keep_prob, *draw().integers(1, _LARGEST_SEED, 2).tolist())
+    return fresh.add_prim_attr("random_cache", False)(x)
+
+
+def _channels_dropped(primitive: Any, x: Any) -> Any:
+    """(what is left, mask) where the whole of a channel is kept or not; these kernels take no seed."""
+    channels = ops.ones((*x.shape[:2], *(1,) * (len(x.shape) - 2)), mindspore.float32)
+    scale = ops.zeros_like(channels) if primitive.keep_prob == 0 else _dropped(primitive, channels)[0]
+    return x * scale.astype(x.dtype), ops.broadcast_to(scale != 0, tuple(x.shape))
+
+
+_drawn_here(ops.Dropout, _dropped)
+_drawn_here(ops.Dropout2D, _channels_dropped)
+_drawn_here(ops.Dropout3D, _channels_dropped)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Less memory for activations: compute them again in backward, or keep them in host memory until then.
 
-block = platform.ckpt_wrapper(block)  # passes for the block: names, attributes, class, state
+block = platform.ckpt_wrapper(block, context_fn=lambda: platform.create_selective_checkpoint_contexts(["matmul"]))
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import mindspore
 from mindspore import nn
 
 from hyper_parallel.platform.mindspore import private, randomness
+from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
 from hyper_parallel.platform.platform import Platform
 
@@ -37,10 +38,9 @@ class Recompute(Platform):
         if checkpoint_fn is not None and not callable(checkpoint_fn):
             raise ValueError(f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
 
-        def run(cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def run(_cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if checkpoint_fn is not None:
                 return checkpoint_fn(construct, *args, **checkpoint_fn_kwargs, **kwargs)
-            _refuse_dropout(cell)
             # The module's keywords must not clash with those of the recompute.
             return checkpoint(lambda *values: construct(*values, **kwargs), *args, **checkpoint_fn_kwargs)
 
@@ -58,13 +58,15 @@ class Recompute(Platform):
 
     def create_selective_checkpoint_contexts(
         self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
-    ) -> NoReturn:
-        """Not to be had: MindSpore does not tell of the operators that run on plain tensors."""
-        raise NotImplementedError(
-            "create_selective_checkpoint_contexts: MindSpore has no way to see the operators that run inside a "
-            "recompute, so what to keep cannot be decided by operator; recompute smaller modules (ckpt_wrapper), or "
-            "decide by tensor what goes to host memory (swap_wrapper with a policy)"
-        )
+    ) -> tuple[Any, Any]:
+        """As torch's, with MUST_SWAP; views and in-place operators always run again.
+
+        The policy gets operators that ``get_op_name`` knows; a list has such, functions like ``mint.matmul``, or names.
+        On distributed tensors an operator is one with the communication that it needs.
+
+        Untested on hardware: MUST_SWAP's copies, and the changes that an accelerator counts.
+        """
+        return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     def async_save_on_cpu(self, policy_fn: Callable[[Any], bool] | None = None) -> SwapToHost:
         """Untested on hardware: copies from and to an accelerator."""
@@ -87,55 +89,41 @@ def checkpoint(
 ) -> Any:
     """Runs a function without keeping what backward needs, which is computed again then, with the same random numbers.
 
-    The numbers are those of the platform and of functional operators (``ops.dropout``). ``nn.Dropout`` has a generator
-    of its own on a CPU, which nobody can turn back; where a Cell has one, it is refused.
+    ``nn.Dropout`` and its like have numbers of their own on a CPU, which nobody can turn back: here they draw from the
+    platform's.
     """
     if use_reentrant:
         raise ValueError(
             "checkpoint: MindSpore's reentrant recompute draws other random numbers the second time and works under "
             "value_and_grad alone; use_reentrant must be False"
         )
-    if isinstance(function, nn.Cell):
-        _refuse_dropout(function)
 
     def contexts() -> tuple[Any, Any]:
         first, again = context_fn()
-        return first, _AsBefore(again, randomness.state()) if preserve_rng_state else again
+        return _Run(first, None), _Run(again, randomness.state() if preserve_rng_state else None)
 
     options = {"use_reentrant": False, "early_stop": early_stop, "context_fn": contexts}
-    return mindspore.recompute(function, *args, **options, **kwargs)
+    return mindspore.recompute(watching(function), *args, **options, **kwargs)
 
 
-class _AsBefore:
-    """The user's context of the second run, with the random numbers of the first; every backward enters it anew."""
+class _Run:
+    """The user's context of a run, with random numbers from where they stood; every backward enters its own anew."""
 
-    def __init__(self, again: Any, state: Any) -> None:
-        self._again, self._state = again, state
-        self._now: list[Any] = []
+    def __init__(self, context: Any, state: Any) -> None:
+        self._context, self._state = context, state
+        self._entered: list[ExitStack] = []
 
-    def __enter__(self) -> Any:
-        self._now.append(randomness.state())
-        randomness.put_back(self._state)
-        return self._again.__enter__()
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(randomness.replayable())
+            if self._state is not None:
+                stack.callback(randomness.put_back, randomness.state())
+                randomness.put_back(self._state)
+            stack.enter_context(self._context)
+            self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> Any:
-        randomness.put_back(self._now.pop())
-        return self._again.__exit__(*error)
-
-
-def _refuse_dropout(cell: Any) -> None:
-    if mindspore.get_context("device_target") != "CPU":
-        return
-    for name, part in cell.cells_and_names():
-        if isinstance(part, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)) and part.training and _drops(part):
-            raise RuntimeError(
-                f"recompute of {type(cell).__name__}: {name or 'it'} is a {type(part).__name__}, whose mask on a CPU "
-                "would be another one the second time, and the gradients wrong; use mindspore.ops.dropout in construct"
-            )
-
-
-def _drops(part: Any) -> bool:
-    return bool(getattr(part, "p", 0)) or getattr(part, "keep_prob", 1.0) < 1
+        return self._entered.pop().__exit__(*error)
 
 
 def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:

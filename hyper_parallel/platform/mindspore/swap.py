@@ -71,7 +71,7 @@ class SwapToHost:
         self.swapped_bytes = 0
         self.prefetched = 0
         self._policy_fn = policy_fn
-        self._spared = {_memory(tensor) for tensor in spared}
+        self._spared = {memory_address(tensor) for tensor in spared}
         self._depth = depth
         self._last: weakref.ref[HostCopy] | None = None
         self._entered: list[Any] = []
@@ -102,7 +102,7 @@ class SwapToHost:
         return taken
 
     def _may_leave(self, tensor: Any) -> bool:
-        if tensor.is_meta or not tensor.numel() or _memory(tensor) in self._spared:
+        if tensor.is_meta or not tensor.numel() or memory_address(tensor) in self._spared:
             return False
         return self._policy_fn is None or bool(self._policy_fn(tensor))
 
@@ -116,7 +116,7 @@ class SwapToHost:
             copy = previous
 
 
-def _memory(tensor: Any) -> int:
+def memory_address(tensor: Any) -> int:
     """The address of the tensor's storage, of this rank's shard for a distributed tensor; 0 if it has none."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return 0 if local.is_meta else int(local.untyped_storage().data_ptr())

@@ -36,7 +36,7 @@ ALIASES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = frozenset(dtype for name, dtype in DTYPES.items() if "float" in name)
-_FLOAT8 = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith("float8"))
+FLOAT8 = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith("float8"))
 _BFLOAT16 = mindspore.Tensor([0.0], mindspore.bfloat16).asnumpy().dtype  # numpy learns it from MindSpore
 
 # What MindSpore calls the devices, and what we call them.
@@ -130,7 +130,7 @@ class Tensors(Platform):
         return (local if local.device == "CPU" else local.move_to("CPU")).contiguous()
 
     def tensor_memory(self, tensor: Any) -> Any:
-        return np.asarray(_Memory(tensor)) if tensor.device == "CPU" else None
+        return host_memory(tensor)
 
     def memory_key(self, tensor: Any) -> Any:
         local = self._local(tensor)
@@ -138,9 +138,9 @@ class Tensors(Platform):
 
     def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
         wanted = self._dtype("tensor_from_bytes", dtype)
-        if wanted in _FLOAT8:  # numpy does not know them; what MindSpore calls a view it does not change in place
+        if wanted in FLOAT8:  # numpy does not know them; what MindSpore calls a view it does not change in place
             return mindspore.Tensor.from_numpy(data.reshape(-1)).view(wanted).reshape(tuple(shape))
-        return mindspore.Tensor.from_numpy(data.reshape(-1).view(_numpy_dtype(wanted)).reshape(tuple(shape)))
+        return mindspore.Tensor.from_numpy(data.reshape(-1).view(numpy_dtype(wanted)).reshape(tuple(shape)))
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return tuple(size_list)
@@ -159,12 +159,12 @@ class Tensors(Platform):
         return self.full(size, 1, dtype or mindspore.float32, device)
 
     def empty(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
-        return mint.empty(_sizes(size), dtype=dtype or mindspore.float32, device=device_name(device))
+        return mint.empty(_sizes(size), dtype=dtype or mindspore.float32, device=usable_device(device))
 
     def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
         """Untested on hardware: made on an accelerator."""
         dtype = dtype or {bool: mindspore.bool_, int: mindspore.int64}.get(type(fill_value), mindspore.float32)
-        where = device_name(device)
+        where = usable_device(device)
         if where == "CPU":  # mint has no kernel for some dtypes, nor for a tensor without dims
             return self._made(np.full(_sizes(size), fill_value), dtype, where)
         return self.empty(size, dtype, where) if where == "meta" else mint.full(_sizes(size), fill_value, dtype=dtype)
@@ -178,7 +178,7 @@ class Tensors(Platform):
         return self._drawn(mint.randn, np.random.Generator.standard_normal, size, dtype, device)
 
     def _drawn(self, by_device: Any, by_numpy: Any, size: Any, dtype: Any, device: Any) -> Any:
-        dtype, where = dtype or mindspore.float32, device_name(device)
+        dtype, where = dtype or mindspore.float32, usable_device(device)
         if where == "meta":
             return self.empty(size, dtype, where)
         if where != "CPU":
@@ -188,12 +188,12 @@ class Tensors(Platform):
 
     def _made(self, array: Any, dtype: Any, device: Any) -> Any:
         """A tensor of an array's values."""
-        where = device_name(device)
+        where = usable_device(device)
         if where == "meta":
             return self.empty(array.shape, dtype, where)
-        if dtype in _FLOAT8:
+        if dtype in FLOAT8:
             raise ValueError(f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint")
-        return mindspore.Tensor(np.asarray(array).astype(_numpy_dtype(dtype)))
+        return mindspore.Tensor(np.asarray(array).astype(numpy_dtype(dtype)))
 
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
         return self._like(tensor, lambda x: self.full(x.shape, fill_value, dtype or x.dtype, x.device))
@@ -241,9 +241,16 @@ class Tensors(Platform):
         if target.device != "CPU":
             target.copy_(source)
             return
-        # A copy_ into a view is lost on a CPU, or refused.
         cast = source if source.dtype == target.dtype else source.to(target.dtype)
-        self.tensor_memory(target)[...] = self.tensor_memory(cast)
+        if not (self.is_recorded(target) or self.is_recorded(source)):
+            self.tensor_memory(target)[...] = self.tensor_memory(cast)  # a copy_ into a view is lost, or refused
+            return
+        target.copy_(cast)
+        if self.tensor_memory(target).tobytes() != self.tensor_memory(cast).tobytes():
+            raise RuntimeError(
+                f"copy_into: MindSpore does not record a change of this view of shape {tuple(target.shape)} in place; "
+                "compute a new tensor instead, or change it under no_grad"
+            )
 
     def is_dense(self, tensor: Any) -> bool:
         return self.is_tensor(tensor)  # sparse ones of MindSpore are no Tensor
@@ -362,10 +369,17 @@ class Tensors(Platform):
 
 def tensor(data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     """A tensor of Python values, an array or a tensor, as ``torch.tensor`` makes it."""
-    made = mindspore.Tensor(data, dtype) if device is None else mindspore.Tensor(data, dtype).to(device)
+    made = mindspore.Tensor(data, dtype)
+    if device is not None:
+        made = made.to(usable_device(device))
     if requires_grad:
         made.requires_grad_()
     return made
+
+
+def host_memory(tensor: Any) -> Any:
+    """The elements of a tensor as an array of bytes that shares its memory; None if a CPU does not reach it."""
+    return np.asarray(_Memory(tensor)) if tensor.device == "CPU" else None
 
 
 def device_name(device: Any) -> str:
@@ -378,11 +392,24 @@ def device_name(device: Any) -> str:
     return name
 
 
+def usable_device(device: Any) -> str:
+    """MindSpore's name of a device on which this process can have tensors; a ValueError for any other."""
+    name, own = device_name(device), device_name(None)
+    if name not in (own, "CPU", "meta"):
+        places = ", ".join(dict.fromkeys((own, "CPU", "meta")))
+        raise ValueError(
+            f"device {str(device)!r} is not the one in use: this process has tensors on {places}; "
+            "mindspore.set_device chooses another at its start"
+        )
+    return name
+
+
 def _detached(x: Any) -> Any:
     return deferred.derived(x, x.shape, lambda data: data) if x.is_meta else ops.stop_gradient(x)
 
 
-def _numpy_dtype(dtype: Any) -> Any:
+def numpy_dtype(dtype: Any) -> Any:
+    """What numpy has for a dtype that is not one of the float8."""
     return _BFLOAT16 if dtype == mindspore.bfloat16 else np.dtype(DTYPE_NAMES[dtype])
 
 

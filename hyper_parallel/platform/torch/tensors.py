@@ -213,6 +213,13 @@ class Tensors(Platform):
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
+    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
+        for operand in operands:
+            if self.is_recorded(operand) and operand.is_floating_point():
+                nothing = operand.reshape(-1)[:0].to(result.dtype)
+                result = torch.cat([result.reshape(-1), nothing]).reshape(result.shape)
+        return result
+
     def is_dense(self, tensor: Any) -> bool:
         return tensor.layout is torch.strided
 

@@ -47,7 +47,7 @@ def read_own(
 
 
 def _row_of_zeros(table: Any, dim: int) -> Any:
-    return table.sum(dim, keepdim=True).to(table.dtype)  # of no rows
+    return platform.operator("sum")(table, dim, keepdim=True).to(table.dtype)  # of no rows
 
 
 def read_by(text: str, table: Any) -> Rule:

@@ -284,7 +284,7 @@ def _expand(input: Any, size: Any, **_: Any) -> Ruled:
 
 
 def _expand_shard(here: Here, input: Any, **_: Any) -> Any:
-    return input.expand(here.shape())
+    return platform.operator("expand")(input, here.shape())
 
 
 def _broadcast_tensors(input: Sequence[Any]) -> tuple[Any, ...]:
@@ -322,7 +322,7 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 
 
 def _narrow_shard(here: Here, input: Any, dim: int, start: int, length: int) -> Any:
-    return input.narrow(dim, start, min(length, here.shape()[dim]))
+    return here.function(input, dim, start, min(length, here.shape()[dim]))
 
 
 def _unfold(input: Any, dimension: int, size: int, step: int) -> Any:

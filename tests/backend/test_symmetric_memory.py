@@ -10,14 +10,16 @@ import threading
 import time
 from pathlib import Path
 
+import frame
+import numpy as np
 import pytest
-import torch
 
 from hyper_parallel import CommunicationError, get_platform
-from hyper_parallel.platform.torch import shared_files, symmetric_memory
+from hyper_parallel.platform import shared_files, shared_memory
 from hyper_parallel.testing import on_ranks
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = ["float32", "float64", "bfloat16", "int64", "uint8", "bool", "complex64"]
+float32, float64, int64 = map(frame.dtype, ("float32", "float64", "int64"))
 
 
 def new_handler():
@@ -30,6 +32,15 @@ def share(*size, dtype=None, group=None):
     return tensor, handler.rendezvous(tensor, group)
 
 
+def put(tensor, value):
+    """Fills a tensor, in its own memory."""
+    get_platform().copy_into(tensor, get_platform().full(tuple(tensor.shape), value, tensor.dtype))
+
+
+def values(tensor):
+    return frame.array(tensor).tolist()
+
+
 def own_names():
     """The names that this process has in the directory now."""
     return list(shared_files.SHARED_DIRECTORY.glob(f"hyper_parallel_{os.getpid()}_*"))
@@ -38,89 +49,90 @@ def own_names():
 # --- reading and writing
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", DTYPES)
 @on_ranks(4)
-def test_every_rank_reads_what_the_others_wrote(dtype):
+def test_every_rank_reads_what_the_others_wrote(name):
+    dtype = frame.dtype(name)
     mine, handle = share(2, 3, dtype=dtype)
     assert (handle.rank, handle.world_size) == (get_platform().get_rank(), 4)
-    assert handle.buffer_size == 6 * dtype.itemsize
+    assert handle.buffer_size == 6 * get_platform().get_element_size(mine)
     assert mine.shape == (2, 3)
     assert mine.dtype == dtype
-    mine.copy_(torch.full((2, 3), handle.rank % 2, dtype=dtype))
+    put(mine, handle.rank % 2)
     handle.barrier()
     for peer in range(4):
-        expected = torch.full((2, 3), peer % 2, dtype=dtype)
-        assert torch.equal(handle.get_buffer(peer, (2, 3), dtype), expected)
+        theirs = handle.get_buffer(peer, (2, 3), dtype)
+        assert theirs.dtype == dtype
+        assert values(theirs) == [[peer % 2] * 3] * 2
 
 
 @on_ranks(4)
 def test_a_rank_writes_into_the_memory_of_its_peers():
-    mine, handle = share(4, dtype=torch.int64)
-    mine.zero_()
+    mine, handle = share(4, dtype=int64)
+    put(mine, 0)
     handle.barrier()
     for peer in range(4):
-        handle.get_buffer(peer, (1,), torch.int64, storage_offset=handle.rank).fill_(10 * handle.rank + peer)
+        put(handle.get_buffer(peer, (1,), int64, storage_offset=handle.rank), 10 * handle.rank + peer)
     handle.barrier()
-    assert mine.tolist() == [10 * sender + handle.rank for sender in range(4)]
+    assert values(mine) == [10 * sender + handle.rank for sender in range(4)]
 
 
 @on_ranks(2)
 def test_own_buffer_is_the_tensor_itself():
     mine, handle = share(8)
-    assert handle.get_buffer(handle.rank, (8,), torch.float32).data_ptr() == mine.data_ptr()
-    assert handle.get_buffer(handle.rank, (2,), torch.float64, 2).data_ptr() == mine[4:].data_ptr()
+    assert handle.get_buffer(handle.rank, (8,), float32).data_ptr() == mine.data_ptr()
+    assert handle.get_buffer(handle.rank, (2,), float64, 2).data_ptr() == mine[4:].data_ptr()
 
 
 @on_ranks(2)
 def test_buffers_outlive_tensor_and_handle():
     mine, handle = share(3)
-    mine.fill_(handle.rank + 1)
+    put(mine, handle.rank + 1)
     peer = 1 - handle.rank
-    theirs = handle.get_buffer(peer, (3,), torch.float32)
+    theirs = handle.get_buffer(peer, (3,), float32)
     handle.barrier()
     del mine
     gc.collect()
-    assert handle.get_buffer(handle.rank, (3,), torch.float32).tolist() == [handle.rank + 1.0] * 3
+    assert values(handle.get_buffer(handle.rank, (3,), float32)) == [handle.rank + 1.0] * 3
     handle.barrier()
     handle.close()
     get_platform().barrier()
-    assert theirs.tolist() == [peer + 1.0] * 3
+    assert values(theirs) == [peer + 1.0] * 3
 
 
 @pytest.mark.parametrize("size", [(0,), (0, 3), ()])
 @on_ranks(2)
 def test_sizes_at_the_edge(size):
     mine, handle = share(*size)
-    assert mine.shape == size
+    assert tuple(mine.shape) == size
     handle.barrier()
-    assert handle.get_buffer(1 - handle.rank, size, torch.float32).shape == size
+    assert handle.get_buffer(1 - handle.rank, size, float32).shape == size
 
 
 def test_sizes_may_come_as_one_sequence_and_dtype_defaults():
     tensor = new_handler().empty([2, 5], device="cpu")
     assert tensor.shape == (2, 5)
-    assert tensor.dtype == torch.get_default_dtype()
-    assert new_handler().empty(torch.Size([3])).shape == (3,)
+    assert tensor.dtype == float32
+    assert new_handler().empty(get_platform().list_to_size([3])).shape == (3,)
 
 
 @on_ranks(4)
 def test_all_reduce_by_hand_equals_all_reduce():
-    torch.manual_seed(get_platform().get_rank())
-    data = torch.randn(64, 5)
+    data = frame.draw(64, 5, seed=get_platform().get_rank()).astype(np.float32)
     mine, handle = share(64, 5)
     total, total_handle = share(64, 5)
     for _ in range(5):
-        mine.copy_(data)
+        get_platform().copy_into(mine, frame.tensor(data))
         handle.barrier()
         # Reduce-scatter: each rank adds its rows, in rank order; then it writes them to everyone.
         rows = slice(handle.rank * 16, handle.rank * 16 + 16)
-        pieces = [handle.get_buffer(peer, (64, 5), torch.float32)[rows] for peer in range(4)]
-        added = torch.stack(pieces).sum(0)
+        pieces = [handle.get_buffer(peer, (64, 5), float32)[rows] for peer in range(4)]
+        added = pieces[0] + pieces[1] + pieces[2] + pieces[3]
         for peer in range(4):
-            total_handle.get_buffer(peer, (64, 5), torch.float32)[rows] = added
+            total_handle.get_buffer(peer, (64, 5), float32)[rows] = added
         total_handle.barrier()
-        torch.testing.assert_close(total, get_platform().all_reduce(data.clone(), None))
-        data = total / 2
+        frame.equal(total, get_platform().all_reduce(frame.tensor(data), None), accuracy=1e-5)
+        data = frame.array(total / 2)
         total_handle.barrier()
 
 
@@ -130,26 +142,26 @@ def test_all_reduce_by_hand_equals_all_reduce():
 @on_ranks(4)
 def test_a_ring_of_signals_carries_data_in_order():
     rounds, size = 500, 257
-    mine, handle = share(size, dtype=torch.int64)
+    mine, handle = share(size, dtype=int64)
     after, before = (handle.rank + 1) % 4, (handle.rank - 1) % 4
-    outbox = handle.get_buffer(after, (size,), torch.int64)
+    outbox = handle.get_buffer(after, (size,), int64)
     for number in range(rounds):
-        outbox.fill_(number * 4 + handle.rank)
+        put(outbox, number * 4 + handle.rank)
         handle.put_signal(after)
         handle.wait_signal(before)
-        assert (mine == number * 4 + before).all(), (number, mine)
+        assert values(mine) == [number * 4 + before] * size, number
         handle.put_signal(before, channel=1)  # it may overwrite this
         handle.wait_signal(after, channel=1)
 
 
 @on_ranks(3)
 def test_many_barriers_separate_rounds():
-    mine, handle = share(64, dtype=torch.int64)
-    everyone = [handle.get_buffer(peer, (64,), torch.int64) for peer in range(3)]
+    mine, handle = share(64, dtype=int64)
+    everyone = [handle.get_buffer(peer, (64,), int64) for peer in range(3)]
     for number in range(300):
-        mine.fill_(number)
+        put(mine, number)
         handle.barrier(channel=number % 3)
-        assert all((buffer == number).all() for buffer in everyone)
+        assert all(values(buffer) == [number] * 64 for buffer in everyone)
         handle.barrier(channel=number % 3)
 
 
@@ -223,9 +235,9 @@ def test_sub_groups_use_their_own_ranks():
     group = platform.create_group(members)
     mine, handle = share(2, group=group)
     assert (handle.rank, handle.world_size) == (members.index(rank), 2)
-    mine.fill_(rank)
+    put(mine, rank)
     handle.barrier()
-    assert [handle.get_buffer(peer, (1,), torch.float32).item() for peer in range(2)] == members
+    assert [values(handle.get_buffer(peer, (1,), float32))[0] for peer in range(2)] == members
     handle.barrier()
     other = handle.world_size - 1 - handle.rank
     if handle.rank == 0:
@@ -245,11 +257,11 @@ def test_one_tensor_in_several_groups():
     world = handler.rendezvous(mine)
     pair = handler.rendezvous(mine, platform.create_group([0, 1] if rank < 2 else [2, 3]))
     assert pair is not world
-    mine.fill_(rank)
+    put(mine, rank)
     pair.barrier()
-    assert pair.get_buffer(1 - pair.rank, (1,), torch.float32).item() == rank ^ 1
+    assert values(pair.get_buffer(1 - pair.rank, (1,), float32))[0] == rank ^ 1
     world.barrier()
-    assert world.get_buffer(3 - rank, (1,), torch.float32).item() == 3 - rank
+    assert values(world.get_buffer(3 - rank, (1,), float32))[0] == 3 - rank
 
 
 @on_ranks(2)
@@ -265,9 +277,9 @@ def test_a_second_rendezvous_gives_the_same_handle():
         handle.barrier()
     again = handler.rendezvous(tensor)
     assert again is not handle
-    tensor.fill_(again.rank)
+    put(tensor, again.rank)
     again.barrier()
-    assert again.get_buffer(1 - again.rank, (4,), torch.float32).tolist() == [1.0 - again.rank] * 4
+    assert values(again.get_buffer(1 - again.rank, (4,), float32)) == [1.0 - again.rank] * 4
 
 
 # --- faults
@@ -296,9 +308,9 @@ def test_who_misses_a_barrier_is_named_and_it_can_be_tried_again():
         assert (caught.value.collective, caught.value.missing) == ("barrier", (1, 2))
     get_platform().barrier()
     for number in range(3):
-        mine.fill_(number)
+        put(mine, number)
         handle.barrier(channel=2)
-        assert handle.get_buffer(2, (1,), torch.float32).item() == number
+        assert values(handle.get_buffer(2, (1,), float32))[0] == number
         handle.barrier(channel=2)
 
 
@@ -306,12 +318,12 @@ def test_who_misses_a_barrier_is_named_and_it_can_be_tried_again():
 def test_without_a_timeout_the_default_holds():
     _, handle = share(1)
     if handle.rank == 0:
-        symmetric_memory.DEFAULT_TIMEOUT = 0.05
+        shared_memory.DEFAULT_TIMEOUT = 0.05
         try:
             with pytest.raises(CommunicationError, match=r"within 0\.05 s"):
                 handle.wait_signal(1)
         finally:
-            symmetric_memory.DEFAULT_TIMEOUT = 60.0
+            shared_memory.DEFAULT_TIMEOUT = 60.0
     handle.barrier()
 
 
@@ -323,7 +335,7 @@ def test_shapes_that_differ_raise_on_every_rank():
     with pytest.raises(ValueError, match=r"ranks \[0, 1, 3\]: \(4,\) float32 .*ranks \[2\]: \(5,\) float32"):
         handler.rendezvous(tensor)
     assert own_names() == []
-    tensor = handler.empty(4, dtype=torch.int32 if rank == 0 else torch.float32, device="cpu")
+    tensor = handler.empty(4, dtype=frame.dtype("int32" if rank == 0 else "float32"), device="cpu")
     with pytest.raises(ValueError, match=r"ranks \[0\]: \(4,\) int32 .*ranks \[1, 2, 3\]: \(4,\) float32"):
         handler.rendezvous(tensor)
 
@@ -331,7 +343,7 @@ def test_shapes_that_differ_raise_on_every_rank():
 @on_ranks(2)
 def test_a_tensor_from_elsewhere_raises_on_every_rank():
     handler = new_handler()
-    tensor = torch.ones(4) if get_platform().get_rank() == 1 else handler.empty(4, device="cpu")
+    tensor = frame.tensor(np.ones(4), "float32") if get_platform().get_rank() == 1 else handler.empty(4, device="cpu")
     with pytest.raises(ValueError, match=r"on rank 1 of ranks \[0, 1\]: .*handler\.empty"):
         handler.rendezvous(tensor)
 
@@ -372,12 +384,12 @@ def test_wrong_arguments_are_named():
     wrong = [
         (lambda: handle.put_signal(2), "rank must be 0 to 1, got 2"),
         (lambda: handle.wait_signal(-1), "rank must be 0 to 1, got -1"),
-        (lambda: handle.get_buffer(2, (1,), torch.float32), "rank must be 0 to 1, got 2"),
+        (lambda: handle.get_buffer(2, (1,), float32), "rank must be 0 to 1, got 2"),
         (lambda: handle.barrier(channel=64), "channel must be 0 to 63, got 64"),
         (lambda: handle.barrier(timeout_ms=-5), "timeout_ms must be .* got -5"),
-        (lambda: handle.get_buffer(0, (5,), torch.float32), r"\(5,\) of torch.float32 .*the 16 bytes"),
-        (lambda: handle.get_buffer(0, (4,), torch.float32, 1), "from element 1 on do not fit"),
-        (lambda: handle.get_buffer(0, (1,), torch.float32, -1), "from element -1 on"),
+        (lambda: handle.get_buffer(0, (5,), float32), r"\(5,\) of .*loat32 .*the 16 bytes"),
+        (lambda: handle.get_buffer(0, (4,), float32, 1), "from element 1 on do not fit"),
+        (lambda: handle.get_buffer(0, (1,), float32, -1), "from element -1 on"),
         (lambda: handler.empty(-1), "sizes must be integers"),
         (lambda: handler.empty(1.5), "sizes must be integers"),
     ]
@@ -387,7 +399,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(RuntimeError, match="not available on device 'meta'"):
         handler.empty(1, device="meta")
     with pytest.raises(RuntimeError, match="not available on device 'meta'"):
-        handler.rendezvous(torch.empty(1, device="meta"))
+        handler.rendezvous(get_platform().empty((1,), device="meta"))
     with pytest.raises(TypeError):
         handler.rendezvous([1.0])
     handle.barrier()
@@ -399,7 +411,7 @@ def test_wrong_arguments_are_named():
 @on_ranks(3)
 def test_no_name_is_left_after_a_rendezvous():
     gc.collect()  # what failed calls before have left in tracebacks
-    before = set(symmetric_memory._allocations)
+    before = set(shared_memory._allocations)
     handler = new_handler()
     tensor = handler.empty(1000, device="cpu")
     assert len(own_names()) == 1
@@ -408,12 +420,12 @@ def test_no_name_is_left_after_a_rendezvous():
     handle.barrier()
     del tensor, handle
     gc.collect()
-    assert set(symmetric_memory._allocations) == before
+    assert set(shared_memory._allocations) == before
 
 
 def test_a_dropped_tensor_takes_its_file_along():
     gc.collect()  # what failed calls before have left in tracebacks
-    before = set(symmetric_memory._allocations)
+    before = set(shared_memory._allocations)
     tensor = new_handler().empty(10, device="cpu")
     view = tensor[2:]
     (path,) = own_names()
@@ -421,11 +433,11 @@ def test_a_dropped_tensor_takes_its_file_along():
     del tensor
     gc.collect()
     assert path.exists()  # the view lives
-    view.fill_(1)
+    put(view, 1)
     del view
     gc.collect()
     assert own_names() == []
-    assert set(symmetric_memory._allocations) == before
+    assert set(shared_memory._allocations) == before
 
 
 def test_memory_and_descriptors_come_back():
@@ -440,14 +452,14 @@ def test_memory_and_descriptors_come_back():
 SCRIPT = """
 import os, signal, sys
 from hyper_parallel import get_platform
-from hyper_parallel.platform.torch import shared_files, symmetric_memory
+from hyper_parallel.platform import shared_files, shared_memory
 platform = get_platform()
 handler = platform.get_symmetric_memory_handler()
 tensor = handler.empty(10, device="cpu")
-(allocation,) = symmetric_memory._allocations.values()
+(allocation,) = shared_memory._allocations.values()
 print(allocation.file.address())
 if sys.argv[1] == "kill":
-    platform.init_process_group("gloo", store=platform.new_store(is_master=True), rank=0, world_size=1)
+    platform.init_process_group(None, store=platform.new_store(is_master=True), rank=0, world_size=1)
     handler.rendezvous(tensor)
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -456,7 +468,7 @@ if sys.argv[1] == "kill":
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_no_name_outlives_its_process(end):
-    environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
+    environment = dict(os.environ)
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, end], capture_output=True, text=True, timeout=60, env=environment, check=False
     )
@@ -467,5 +479,5 @@ def test_no_name_outlives_its_process(end):
 
 def test_too_little_room_is_an_error_not_a_crash():
     with pytest.raises(RuntimeError, match=r"no room for .* bytes in .*shm-size"):
-        new_handler().empty(1 << 50, dtype=torch.uint8, device="cpu")
+        new_handler().empty(1 << 50, dtype=frame.dtype("uint8"), device="cpu")
     assert own_names() == []

@@ -8,18 +8,15 @@ buffers, pads, failure = map_all(offers, own)
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 CHANNELS = 64
 COUNTERS = 3  # for every (sender, channel) in a receiver's pad of signals
@@ -84,7 +81,8 @@ def pad_size(world_size: int) -> int:
     return COUNTERS * world_size * CHANNELS * 8
 
 
-def make_offer(tensor: torch.Tensor, file: SharedFile | None, world_size: int) -> tuple[Offer, SharedFile | None]:
+def make_offer(what: str, file: SharedFile | None, world_size: int) -> tuple[Offer, SharedFile | None]:
+    """(what this rank tells the others, its pad); ``what``: the shape and the dtype of its tensor in words."""
     if file is None:
         problem = ValueError("the tensor is not in memory that can be shared; make it with handler.empty(...)")
         return Offer("", "", 0, "", "", problem), None
@@ -92,8 +90,7 @@ def make_offer(tensor: torch.Tensor, file: SharedFile | None, world_size: int) -
         pad = SharedFile(pad_size(world_size))
     except RuntimeError as error:
         return Offer("", "", 0, "", "", error), None
-    what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} in {file.nbytes} bytes"
-    return Offer(_host(), what, file.nbytes, file.address(), pad.address()), pad
+    return Offer(_host(), f"{what} in {file.nbytes} bytes", file.nbytes, file.address(), pad.address()), pad
 
 
 def check_offers(offers: list[Offer], ranks: list[int]) -> None:
@@ -152,9 +149,3 @@ def _host() -> str:
     """The same on all processes of a host, different on different hosts; containers of one host are one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else f"{socket.gethostname()} {uuid.getnode():x}"
-
-
-def as_tensor(memory: mmap.mmap, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
-    start = offset * dtype.itemsize
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    return flat[start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))
