@@ -13,16 +13,20 @@ help:  ## what there is
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c) | $(BIN)/python
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,dev,cli,demo,models]'
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
+MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c)
+
+$(STAMP): $(MADE_FROM) | $(BIN)/python
+	$(INSTALL) -e '.[torch,dev,cli,demo,models]'
 	@touch $@
 
-$(MINDSPORE_STAMP): $(STAMP)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,mindspore,dev]'
-	@touch $@
+# All at once: what is imported is compiled then, and most of it never is.
+$(MINDSPORE_STAMP): $(MADE_FROM) | $(BIN)/python
+	$(INSTALL) --no-compile -e '.[torch,mindspore,dev,cli,demo,models]'
+	@touch $(STAMP) $@
 
 $(DOCS_STAMP): $(STAMP)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,docs]'
+	$(INSTALL) -e '.[torch,docs]'
 	@touch $@
 
 demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it and goes on, and compares: about three minutes
@@ -31,8 +35,9 @@ demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it
 tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
-test: check  ## formatting, lint, types and all tests on PyTorch
+test: $(MINDSPORE_STAMP) check  ## formatting, lint, types and all tests, on PyTorch and on MindSpore
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(MAKE) --no-print-directory test-mindspore
 
 test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and those of both frameworks together
 	HYPER_PARALLEL_PLATFORM=mindspore GLOG_v=3 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -15,7 +15,7 @@ from hyper_parallel.testing import close_ranks, preload  # noqa: E402 - the fram
 # What is written for PyTorch, and what needs MindSpore; tests/backend is for both.
 collect_ignore = {
     "torch": ["on_mindspore", "frameworks"],
-    "mindspore": ["distributed", "docs", "guards", "rules", "unit"],
+    "mindspore": ["distributed", "docs", "guards", "unit"],
 }[FRAMEWORK]
 collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.py"]
 

@@ -560,8 +560,11 @@ class Platform(ABC):
         """The same data outside the graph."""
 
     @abstractmethod
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
-        """Copies a plain tensor's elements into another in place, whatever view of memory that is."""
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        """Copies a plain tensor's elements into another in place, whatever view of memory that is; returns the tensor.
+
+        A change that is part of a graph may give another tensor, where the framework records none in place.
+        """
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager[Any]:
@@ -574,6 +577,12 @@ class Platform(ABC):
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
         """Whether what is computed from the tensor now is recorded for backward."""
+
+    @abstractmethod
+    def call_where_empty(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function on plain tensors, some of which have no elements on some rank, with the right result."""
 
     @abstractmethod
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:

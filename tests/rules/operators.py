@@ -4,11 +4,9 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
+from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import check_rule
-
-torch.set_num_threads(1)  # tensors so small are not worth more, and convolutions wait for cores that others use
 
 SIZES = {"even": {"a": 4, "b": 8, "c": 12}, "uneven": {"a": 5, "b": 6, "c": 7}, "empty": {"a": 3, "b": 2, "c": 1}}
 
@@ -54,9 +52,23 @@ def draw(case, sizes, rng):
     ]
 
 
+def in_precision(operands, dtype):
+    """The operands with their floating numbers, or complex ones, in another precision."""
+
+    def cast(array):
+        if not np.issubdtype(array.dtype, np.inexact):
+            return array
+        return array.astype({"float64": np.complex128, "float32": np.complex64}[dtype] if array.imag.any() else dtype)
+
+    return [[cast(x) for x in one] if isinstance(one, list) else cast(one) for one in operands]
+
+
 def leaf(array):
-    made = torch.tensor(array)
-    return made.requires_grad_() if made.is_floating_point() or made.is_complex() else made
+    platform = get_platform()
+    made = platform.tensor(array)
+    if np.issubdtype(np.asarray(array).dtype, np.inexact):
+        platform.set_requires_grad(made, True)
+    return made
 
 
 def flat(items):
@@ -68,6 +80,7 @@ def like(structure, leaves):
     return [[next(leaves) for _ in s] if isinstance(s, list) else next(leaves) for s in structure]
 
 
-def check(case, sizes):
+def check(case, sizes, dtype="float64"):
     """Compares every choice on every mesh with the plain call; the number of comparisons."""
-    return check_rule(case.call, *draw(case, sizes, np.random.default_rng(0)))
+    operands = in_precision(draw(case, sizes, np.random.default_rng(0)), dtype)
+    return check_rule(case.call, *operands, tolerance=None if dtype == "float64" else 1e-4)

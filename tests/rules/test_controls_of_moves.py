@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 from rules.cases import indexing, joins, lookups, pointwise, scatters, views
 from rules.operators import check
+from rules.outcomes import found_here
 
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
 from hyper_parallel.core.shard.ops.views import moved, reordered
@@ -114,9 +115,10 @@ BROKEN = [
     ("prelu", "prelu", linear("prelu", (0,)), "not linear"),
     ("glu", "glu", unmarked("glu"), "halves of a piece"),
 ]
+HERE = found_here(BROKEN)
 
 
-@pytest.mark.parametrize(("case", "name", "fault", "why"), BROKEN, ids=[f"{c}: {w}" for c, _, _, w in BROKEN])
+@pytest.mark.parametrize(("case", "name", "fault", "why"), HERE, ids=[f"{c}: {w}" for c, _, _, w in HERE])
 def test_control_what_is_broken_is_found(case, name, fault, why):
     case = CASES[case]
     check(case, ALIKE)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from rules.cases import convolution, native_norms, signals, windows
+from rules.framework import F, torch
 from rules.operators import check
+from rules.outcomes import found_here
 from rules.test_controls_of_moves import ALIKE, linear, local, unmarked
 
 from hyper_parallel import DTensor, Shard
@@ -57,9 +57,10 @@ BROKEN = [  # the case, the operator, what is broken in it, why that is wrong
     ("istft", "istft", linear("istft", (1,)), "not linear in the window"),
     ("native_group_norm", "native_group_norm", local(itself), "as many groups in fewer channels"),
 ]
+HERE = found_here(BROKEN)
 
 
-@pytest.mark.parametrize(("case", "name", "fault", "why"), BROKEN, ids=[f"{c}: {w}" for c, _, _, w in BROKEN])
+@pytest.mark.parametrize(("case", "name", "fault", "why"), HERE, ids=[f"{c}: {w}" for c, _, _, w in HERE])
 def test_control_what_is_broken_is_found(case, name, fault, why):
     case = CASES[case]
     check(case, ALIKE)

@@ -2,18 +2,17 @@
 """Every call of the tables between real ranks, operands in layouts drawn at random, against the plain call."""
 
 import itertools
-import warnings
 
 import numpy as np
 import pytest
-import torch
 from layouts import split_for
 from rules.cases import CASES, COMPOSITES
-from rules.operators import SIZES, draw, flat, leaf, like
+from rules.framework import gradients, same, unruled_is_an_error, weight_of, weighted
+from rules.operators import flat, leaf, like
+from rules.outcomes import drawn, taken, that_run
 
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
-from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import run_ranks
 
 MESHES = [(4,), (2, 2)]
@@ -37,58 +36,58 @@ def some_layout(base, ndim, rng, floating):
 def compare(case, sizes, base, seed):
     """One call with layouts drawn by this seed: results and gradients."""
     rng = np.random.default_rng(seed)
-    arrays = draw(case, SIZES[sizes], rng)
+    arrays = drawn(case, sizes, rng)
     place = base.mesh.get_coordinate()
     tensors = []
     for array in flat(arrays):
         layout = some_layout(base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact))
         shard = leaf(split_for(place, array, layout, rng))
         tensors.append(DTensor(shard, layout, array.shape))
-    plain = [leaf(array) for array in flat(arrays)]
     told = f"{case.name} ({sizes}, seed {seed}): {[str(t.layout) for t in tensors]}"
-    found, expected = case.call(*like(arrays, tensors)), case.call(*like(arrays, plain))
-    found, expected = (flat(x if isinstance(x, (tuple, list)) else [x]) for x in (found, expected))
-    loss = truth = 0
-    for mine, true in zip(found, expected, strict=True):
-        assert isinstance(mine, DTensor), told
-        assert mine.shape == true.shape, told
-        assert mine.dtype == true.dtype, told
-        whole = mine.full_tensor()
-        same(whole, true, told)
-        if true.requires_grad:
-            weight = torch.tensor(rng.standard_normal(true.shape)) * (2 - 1j if true.is_complex() else 1)
-            loss, truth = loss + (whole * weight).sum().real, truth + (true * weight).sum().real
-    if isinstance(truth, int):
-        return
-    loss.backward()
-    truth.backward()
-    for mine, true in zip(tensors, plain, strict=True):
-        if true.requires_grad and true.grad is not None:
-            assert mine.grad is not None, told
-            same(mine.grad.full_tensor(), true.grad, f"{told}: gradient", equal_nan=False)
+    expected, weights = [], []
 
+    def results(leaves):
+        found = case.call(*like(arrays, leaves))
+        return flat(found if isinstance(found, (tuple, list)) else [found])
 
-def same(mine, true, told, equal_nan=True):
-    if mine.dtype != true.dtype or not torch.equal(mine, true):  # most are, and assert_close costs ten times as much
-        torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-9, msg=lambda m: f"{told}: {m}", equal_nan=equal_nan)
+    def truth(*leaves):
+        expected[:] = results(leaves)
+        weights[:] = [weight_of(y, rng) for y in expected]
+        return weighted(expected, weights)
+
+    def distributed(*leaves):
+        found = results(leaves)
+        wholes = []
+        for mine, true in zip(found, expected, strict=True):
+            assert isinstance(mine, DTensor), told
+            assert tuple(mine.shape) == tuple(true.shape), told
+            assert mine.dtype == true.dtype, told
+            wholes.append(mine.full_tensor())
+            same(wholes[-1], true, told)
+        return weighted(wholes, weights)
+
+    plain = gradients(truth, [leaf(array) for array in flat(arrays)])
+    for mine, true in zip(gradients(distributed, tensors), plain, strict=True):
+        if true is not None:
+            assert mine is not None, told
+            same(mine.full_tensor(), true, f"{told}: gradient", equal_nan=False)
 
 
 def on_rank(names):
     count = 0
-    with warnings.catch_warnings(), strict():
-        warnings.simplefilter("error")
+    with unruled_is_an_error():
         for name, seed in itertools.product(names, range(DRAWS)):
             shape, case = MESHES[seed % len(MESHES)], ALL[name]
-            for sizes in case.sizes:
+            for sizes in taken(case):
                 compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
                 count += 1
     return count
 
 
-NAMES = list(ALL)
+NAMES = [case.name for case in that_run(ALL.values())]
 
 
 @pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
 def test_any_layouts_of_the_operands(names):
     counts = run_ranks(on_rank, 4, names, timeout=300)
-    assert counts == [sum(len(ALL[name].sizes) * DRAWS for name in names)] * 4
+    assert counts == [sum(len(taken(ALL[name])) * DRAWS for name in names)] * 4

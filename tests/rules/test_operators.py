@@ -6,13 +6,15 @@ import warnings
 import numpy as np
 import pytest
 from rules.cases import CASES
+from rules.framework import IS_TORCH
 from rules.operators import SIZES, check, draw, flat, leaf, like
+from rules.outcomes import RULE, drawn, known, taken, that_run
 
 from hyper_parallel.testing import choices_of
 
 
 def is_taken(case, sizes):
-    """Whether torch itself takes operands of these sizes; some want more than one element, or a multiple."""
+    """Whether PyTorch itself takes operands of these sizes; some want more than one element, or a multiple."""
     operands = draw(case, SIZES[sizes], np.random.default_rng(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -27,23 +29,27 @@ def sizes_of(case):
     """Uneven and empty shards, or even ones where nothing else goes; none for what is random."""
     if not case.sizes:
         return []
+    if not IS_TORCH:
+        return taken(case)
     named = [sizes for sizes in case.sizes if sizes != "even"] or ["even"]
     return named if "empty" in named or not is_taken(case, "empty") else [*named, "empty"]
 
 
-CHECKED = [(case, sizes) for case in CASES for sizes in sizes_of(case)]
+RULED = that_run(CASES, RULE)
+CHECKED = [(case, sizes) for case in RULED for sizes in sizes_of(case)]
 
 
 @pytest.mark.parametrize(
     ("case", "sizes"), [pytest.param(case, sizes, id=f"{case.name}-{sizes}") for case, sizes in CHECKED]
 )
 def test_every_choice_gives_the_plain_results_and_gradients(case, sizes):
-    assert check(case, SIZES[sizes]) > 0
+    assert check(case, SIZES[sizes], known(case.name).dtype) > 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", RULED, ids=lambda case: case.name)
 def test_no_choice_is_missing(case):
-    choices = choices_of(case.call, *draw(case, SIZES["even"], np.random.default_rng(0)))
+    sizes = "even" if IS_TORCH else known(case.name).sizes[0]
+    choices = choices_of(case.call, *drawn(case, sizes, np.random.default_rng(0)))
     if case.shards is not None:
         assert {choice.factor for choice in choices if choice.kind == "shard"} == set(case.shards.split())
     if case.carries is not None:

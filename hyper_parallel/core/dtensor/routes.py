@@ -131,3 +131,9 @@ def _remembered(tensor: Any, local: Any) -> tuple[Any, int]:
 def _forget_others(routes: Any, version: int) -> None:
     for key in [key for key in routes if key[4] != version]:
         routes.pop(key, None)
+
+
+def hold(tensor: Any, local: Any) -> None:
+    """After a change in place: the tensor's data is another tensor where the framework records no such change."""
+    if local is not None and local is not tensor._local:
+        tensor.hold(local)

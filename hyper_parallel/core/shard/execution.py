@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.dtensor.routes import ViewOf, local_for
+from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
 from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
@@ -179,11 +179,12 @@ class Planned:
         following = iter(shards)
         args = replaced(args, following)
         kwargs = {name: replaced(value, following) for name, value in kwargs.items()} if kwargs else kwargs
-        if self._here is None:
-            result = self._func(*args, **kwargs)
-        else:
-            arguments = self._op.arguments(self._called, args, platform.named(kwargs))
-            result = self._op.local(self._here, **arguments)  # type: ignore[misc]
+        func, given = self._func, args
+        if self._here is not None:
+            kwargs = self._op.arguments(self._called, args, platform.named(kwargs))
+            func, given = cast(Any, self._op.local), (self._here,)
+        where_empty = self._empty and not self._inplace
+        result = platform.call_where_empty(func, given, kwargs) if where_empty else func(*given, **kwargs)
         if self._inplace:
             return tensors[0]
         if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout:
@@ -357,5 +358,5 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
         raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
-    platform.copy_into(target._local, local_for(result, target._layout))
+    hold(target, platform.copy_into(target._local, local_for(result, target._layout)))
     return target

@@ -185,7 +185,7 @@ class Differentiable(Collectives):
         widest = max(sizes)
         if x.shape[dim] < widest:
             padding = list(x.shape)
-            padding[dim] = widest - x.shape[dim]
+            padding[dim] = widest - (x.shape[dim] if x.size else 0)
             x = mint.cat((x, self.zeros(padding, x.dtype)), dim) if x.size else self.zeros(padding, x.dtype)
         joined = self.all_gather_into_tensor(x, group)
         if dim == 0 and all(size == widest for size in sizes):

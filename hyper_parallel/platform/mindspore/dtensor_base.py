@@ -58,6 +58,8 @@ class DTensorBase(Tensor):
     def take_short_way(cls, make: Callable[..., Any]) -> None:
         """The compiled dispatch knows the other framework alone."""
 
+    answers_for_plain = True  # is asked for an operator even where a plain tensor is the first operand
+
     # --- what the framework asks
 
     def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -95,6 +97,11 @@ class DTensorBase(Tensor):
         self._local.data = local
         _Base.data.__set__(self, local)
         return self
+
+    def hold(self, local: Any) -> None:
+        """Other data for the shard, with what backward knows of it."""
+        self._local = local
+        _Base.data.__set__(self, local)
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> DTensorBase:  # noqa: ARG002 - the framework's
         """The tensor itself: it has its data."""
@@ -221,8 +228,8 @@ class DTensorBase(Tensor):
 
 
 def _plain_fallback(self: Any, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ARG001
-    """An operator that a plain tensor was asked for, because a distributed one is among its arguments."""
-    found = next((tensor for tensor in _tensors((args, kwargs or {})) if isinstance(tensor, DTensorBase)), None)
+    """An operator that a plain tensor was asked for, because one that answers for it is among its arguments."""
+    found = next((one for one in _tensors((args, kwargs or {})) if getattr(one, "answers_for_plain", False)), None)
     if found is not None:
         return found.__fallback__(func, args, kwargs)
     with private.no_fallback()():

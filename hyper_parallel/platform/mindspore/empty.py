@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002, A006 - operands have the names that the rules give them
+# ruff: noqa: A002 - operands have the names that the rules give them
 """Operators on tensors without elements, where MindSpore's kernels leave the result unset, or end the process.
 
 A shard may be empty, and its sum is zero. Where an operand is empty, a few operators have a function here, those that
@@ -52,25 +52,38 @@ def _reduction(identity: float, *, counts: bool = False) -> Callable[..., Any]:
     return reduce
 
 
-def _found(input: Any, dim: int, keepdim: bool = False) -> Any:
-    """The extremes along a dim that has some elements, and their places: there are none of both."""
+def _found(input: Any, dim: Any = None, keepdim: bool = False, other: Any = None) -> Any:
+    """The extremes along a dim that has some elements, and their places: there are none of both. Or those of two."""
+    other = dim if isinstance(dim, Tensor) else other
+    if other is not None:
+        return filled(_broadcast(input.shape, other.shape), 0, input.dtype)
+    if dim is None:
+        raise ValueError(f"max, min: shape {tuple(input.shape)} has no elements")
     if not input.shape[dim]:
         raise ValueError(f"max, min: dim {dim} of shape {tuple(input.shape)} has no elements")
     values = _reduction(0)(input, dim, keepdim)
     return values, filled(values.shape, 0, mindspore.int64)
 
 
-def _place(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def _place(dtype: Any) -> Callable[..., Any]:
     """The place of an extreme along a dim that has some elements, of which there is none."""
-    if dim is None or not input.shape[dim]:
-        raise ValueError(f"argmax, argmin: shape {tuple(input.shape)} has no elements along dim {dim}")
-    return _reduction(0)(input, dim, keepdim, mindspore.int64)
+
+    def find(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None or not input.shape[dim]:
+            raise ValueError(f"argmax, argmin: shape {tuple(input.shape)} has no elements along dim {dim}")
+        return _reduction(0)(input, dim, keepdim, dtype)
+
+    return find
 
 
 def _item(input: Any, index: Any) -> Any:
     held = np.broadcast_to(np.zeros((), bool), input.shape)  # of any size, in no memory
     plain = tree_map(lambda one: one.asnumpy() if isinstance(one, Tensor) else one, index)
     return filled(held[plain].shape, 0, input.dtype)
+
+
+def _put_nothing(input: Any, index: Any, value: Any) -> Any:  # noqa: ARG001 - nowhere
+    return tied(input.copy(), [value]) if isinstance(value, Tensor) and private.requires_grad(value) else input
 
 
 def _narrow(input: Any, dim: int, start: int, length: int) -> Any:
@@ -89,7 +102,7 @@ def _one_hot(input: Any, num_classes: int = -1) -> Any:
     return filled((*input.shape, num_classes), 0, mindspore.int64)
 
 
-def _scattered(input: Any, dim: int, index: Any, src: Any, **_: Any) -> Any:  # noqa: ARG001 - nothing is put anywhere
+def _scattered(input: Any, *_: Any, **__: Any) -> Any:  # nothing is put anywhere
     return input.copy()
 
 
@@ -127,17 +140,16 @@ FINE = frozenset(
 
 def run(name: str, usual: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool) -> Any:
     """What an operator gives, whether its operands and results have elements or not."""
-    if not has_empty(args):
+    given = (*args, *kwargs.values()) if kwargs else args
+    is_empty = has_empty(given)
+    if is_empty and name in ON_EMPTY:
+        return _settled(ON_EMPTY[name](*args, **kwargs), given)
+    if is_fine or not is_empty:
         found = usual(*args, **kwargs)
-        return _settled(found, args) if _lacks_elements(found) else found
-    if name in ON_EMPTY:
-        return _settled(ON_EMPTY[name](*args, **kwargs), args)
-    if is_fine:
-        found = usual(*args, **kwargs)
-        return _settled(found, args) if _lacks_elements(found) else found
+        return _settled(found, given) if _lacks_elements(found) else found
     with DeviceCtx("meta"):
         found = usual(*tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs)))
-    return _settled(tree_map(lambda value: _off_meta(name, value), found), args)
+    return _settled(tree_map(lambda value: _off_meta(name, value), found), given)
 
 
 def _lacks_elements(found: Any) -> bool:
@@ -159,18 +171,21 @@ class _Tied(Function):
 
 def tied(result: Any, operands: Sequence[Any]) -> Any:
     """The result, recorded as made from all of the operands, which get zeros from it."""
-    operands = [x for x in operands if _has_gradient(x)]
+    operands = [getattr(x, "_plain", x) for x in operands if _has_gradient(x)]
     return _Tied.apply(result, *operands) if operands and _has_gradient(result) else result
 
 
 def _settled(found: Any, args: Sequence[Any]) -> Any:
     """The results, of which the operands get zeros as gradients wherever they are empty or owe nothing to them."""
     operands = [x for x in leaves(tuple(args)) if isinstance(x, Tensor)]
+    kind = next((type(x) for x in operands if hasattr(x, "_plain")), None)  # one that is told of operators
 
     def settle(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return tied(filled(value.shape, 0, value.dtype) if 0 in value.shape else value, operands)
+        plain = getattr(value, "_plain", value)
+        made = tied(filled(value.shape, 0, value.dtype) if 0 in value.shape else plain, operands)
+        return made if kind is None else kind(made)
 
     return tree_map(settle, found)
 
@@ -201,9 +216,10 @@ ON_EMPTY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("ProdExt", "prod"), _reduction(1, counts=True)),
     **dict.fromkeys(("Nansum", "nansum"), _reduction(0, counts=True)),
     **dict.fromkeys(("MaxDim", "MinDim", "max", "min"), _found),
-    **dict.fromkeys(("ArgMaxExt", "ArgMinExt", "argmax", "argmin"), _place),
+    **dict.fromkeys(("ArgMaxExt", "argmax", "argmin"), _place(mindspore.int64)),
+    "ArgMinExt": _place(mindspore.int32),  # as its kernel has it
     "getitem": _item,
-    "setitem": lambda input, index, value: input,  # noqa: ARG005 - there is nothing to put something into
+    "setitem": _put_nothing,
     **dict.fromkeys(("Narrow", "NarrowView", "narrow"), _narrow),
     **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView", "split"), _split),
     **dict.fromkeys(("OneHotExt", "one_hot"), _one_hot),

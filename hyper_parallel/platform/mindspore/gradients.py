@@ -7,13 +7,13 @@ Where the tape runs backward, a leaf's gradient is its ``_grad``; ``value_and_gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn
 
-from hyper_parallel.platform.mindspore import empty, private
+from hyper_parallel.platform.mindspore import empty, guarded, private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.platform import Platform
 
@@ -36,6 +36,11 @@ class Gradients(Platform):
 
     def is_recorded(self, tensor: Any) -> bool:
         return private.requires_grad(tensor) and bool(private.executor().requires_grad())
+
+    def call_where_empty(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return guarded.call(func, args, kwargs or {})
 
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
         return empty.tied(result, [x for x in operands if self.is_recorded(x)])

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002, A006 - operands have the names that the rules give them
 """What MindSpore's operators are called in the rules, and how their arguments are named.
 
 ``mint.add``, ``ops.add``, ``Tensor.add`` and ``x + y`` arrive at a distributed tensor as the operators that they run:
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,10 @@ import mindspore
 from mindspore import Tensor, mint, ops
 from mindspore.mint.nn import functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel.platform.mindspore.empty import FINE, has_empty, run_on_empty
+from hyper_parallel.platform.containers import leaves
+from hyper_parallel.platform.mindspore import empty, private
+from hyper_parallel.platform.mindspore.empty import FINE
+from hyper_parallel.platform.mindspore.functions.table import FUNCTIONS, ON_NPU
 from hyper_parallel.platform.platform import Called, Platform
 
 # The name in the rules; the operators of MindSpore; what each of their arguments is, in their order.
@@ -123,8 +124,6 @@ _TABLE = [
     ("polar", "Polar", "abs, angle"),
     ("complex", "Complex", "real, imag"),
     ("isclose", "IsClose", "input, other, rtol, atol, equal_nan"),
-    ("prelu", "PReLU", "input, weight"),
-    ("lerp", "Lerp LerpScalar", "input, end, weight"),
     ("addcmul", "AddcmulExt", "input, tensor1, tensor2, value"),
     ("addcdiv", "AddcdivExt", "input, tensor1, tensor2, value"),
     ("clamp", "ClampScalar ClampTensor", "input, min, max"),
@@ -148,6 +147,21 @@ _TABLE = [
     ("addmv", "Addmv", "input, mat, vec, beta, alpha"),
     ("addbmm", "Addbmm", "input, batch1, batch2, beta, alpha"),
     ("baddbmm", "Baddbmm", "input, batch1, batch2, beta, alpha"),
+    ("cdist", "Cdist", "input, other, p"),
+    ("linalg_det", "MatrixDeterminant", "A"),
+    ("linalg_slogdet", "LogMatrixDeterminant", "A"),
+    # windows
+    ("conv1d", "Conv1DExt", "input, weight, bias, stride, padding, dilation, groups"),
+    ("conv2d", "Conv2DExt Conv2DPadding", "input, weight, bias, stride, padding, dilation, groups"),
+    ("conv3d", "Conv3DExt", "input, weight, bias, stride, padding, dilation, groups"),
+    ("avg_pool1d", "AvgPool1D", "input, kernel_size, stride, padding, ceil_mode, count_include_pad"),
+    ("avg_pool2d", "AvgPool2D", "input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override"),
+    ("adaptive_avg_pool1d", "AdaptiveAvgPool1D", "input, output_size"),
+    ("adaptive_avg_pool2d", "AdaptiveAvgPool2DExt", "input, output_size"),
+    ("adaptive_max_pool2d_with_indices", "AdaptiveMaxPool2D", "input, output_size"),
+    ("im2col", "Im2ColExt", "input, kernel_size, dilation, padding, stride"),
+    ("col2im", "Col2ImExt", "input, output_size, kernel_size, dilation, padding, stride"),
+    ("pixel_shuffle", "PixelShuffle", "input, upscale_factor"),
     # reductions
     ("sum", "SumExt", "input, dim, keepdim, dtype"),
     ("nansum", "Nansum", "input, dim, keepdim, dtype"),
@@ -157,24 +171,20 @@ _TABLE = [
     ("min", "Min MinDim", "input, dim, keepdim"),
     ("amax", "ReduceMax AMax", "input, dim, keepdim"),
     ("amin", "ReduceMin AMin", "input, dim, keepdim"),
-    ("all", "ReduceAll", "input, dim, keepdim"),
     ("any", "Any AnyExt", "input, dim, keepdim"),
     ("argmax", "ArgMaxExt", "input, dim, keepdim"),
     ("argmin", "ArgMinExt", "input, dim, keepdim"),
     ("var", "Var", "input, dim, correction, keepdim"),
-    ("std", "Std", "input, dim, correction, keepdim"),
-    ("logsumexp", "LogSumExp", "input, dim, keepdim"),
-    ("cumsum", "CumsumExt", "input, dim, dtype"),
     ("softmax", "Softmax", "input, dim"),
     ("log_softmax", "LogSoftmax", "input, dim"),
-    ("log_softmax", "LogSoftmaxExt", "input, dim, dtype"),
     # views and joins
     ("reshape", "Reshape", "input, shape"),
     ("view", "View", "input, shape"),
+    ("view", "ViewDtype", "input, dtype"),
     ("transpose", "TransposeExtView", "input, dim0, dim1"),
     ("permute", "Transpose TransposeView", "input, dims"),
     ("t", "TExt", "input"),
-    ("unsqueeze", "ExpandDims ExpandDimsView", "input, dim"),
+    ("unsqueeze", "ExpandDims ExpandDimsView DeprecatedUnsqueeze", "input, dim"),
     ("squeeze", "Squeeze", "input, dim"),
     ("flatten", "FlattenExt", "input, start_dim, end_dim"),
     ("expand", "BroadcastTo BroadcastToView", "input, size"),
@@ -187,6 +197,10 @@ _TABLE = [
     ("diagonal", "Diagonal DiagonalView", "input, offset, dim1, dim2"),
     ("tile", "Tile", "input, dims"),
     ("repeat", "Repeat", "input, repeats"),
+    ("repeat_interleave", "RepeatInterleaveInt DeprecatedRepeatInterleave", "input, repeats, dim, output_size"),
+    ("constant_pad_nd", "ConstantPadND", "input, pad, value"),
+    ("diag", "Diag", "input"),
+    ("trace", "TraceExt", "input"),
     ("flip", "ReverseV2", "input, dims"),
     ("cat", "Concat", "input, dim"),
     ("stack", "StackExt", "input, dim"),
@@ -196,16 +210,19 @@ _TABLE = [
     ("gather", "GatherD", "input, dim, index"),
     ("index_select", "IndexSelect", "input, dim, index"),
     ("embedding", "Embedding", "input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq"),
-    ("scatter", "Scatter", "input, dim, index, src, reduce"),
     ("scatter_add", "ScatterAddExt", "input, dim, index, src"),
     ("index_add", "IndexAddExt", "input, dim, index, source, alpha"),
     ("masked_select", "MaskedSelect", "input, mask"),
-    # norms and losses
-    ("layer_norm", "LayerNormExt", "input, normalized_shape, weight, bias, eps"),
-    ("group_norm", "GroupNorm", "input, num_groups, weight, bias, eps"),
-    ("mse_loss", "MSELossExt", "input, target, reduction"),
-    ("l1_loss", "L1LossExt", "input, target, reduction"),
-    ("kl_div", "KLDiv", "input, target, reduction, log_target"),
+    ("masked_scatter", "MaskedScatter", "input, mask, source"),
+    # transforms
+    ("fft_irfft", "IRFFT", "input, n, dim, norm"),
+    ("fft_irfft2", "IRFFT2", "input, s, dim, norm"),
+    ("fft_irfftn", "IRFFTN", "input, s, dim, norm"),
+    ("fft_hfft", "HFFT", "input, n, dim, norm"),
+    ("fft_hfft2", "HFFT2", "input, s, dim, norm"),
+    ("fft_hfftn", "HFFTN", "input, s, dim, norm"),
+    ("fft_fftshift", "FFTShift", "input, dim"),
+    ("fft_ifftshift", "IFFTShift", "input, dim"),
 ]  # fmt: skip
 
 NAMES = {
@@ -218,8 +235,10 @@ NAMES = {
 _PARAMETERS = {
     "self": "input",
     "x": "input",
+    "input_x": "input",
     "tensor": "input",
     "tensors": "input",
+    "inputs": "input",
     "axis": "dim",
     "keep_dims": "keepdim",
     "keepdims": "keepdim",
@@ -236,9 +255,7 @@ class Operation:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if has_empty(args):
-            return run_on_empty(self.name, self._run, args, kwargs, is_fine=self.name in FINE)
-        return self._run(*args, **kwargs)
+        return empty.run(self.name, self._run, args, kwargs, is_fine=self.name in FINE)
 
     def __repr__(self) -> str:
         return f"<MindSpore's {self.name}>"
@@ -265,126 +282,24 @@ def _known(name: str, kind: Any, run: Callable[..., Any], attributes: Mapping[st
 
 # --- what the rules ask for
 
-
-def getitem(input: Any, index: Any) -> Any:
-    """``input[index]`` of a plain tensor."""
-    if 0 not in input.shape:
-        return Tensor.__getitem__(input, index)
-    # Backward of an int fails where there is nothing, that of a slice does not.
-    items = index if isinstance(index, tuple) else (index,)
-    wide = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in items)
-    found = Tensor.__getitem__(input, wide)
-    if wide == items:
-        return found
-    if any(i is Ellipsis for i in items):
-        left = len(found.shape) - sum(i is not Ellipsis for i in items)
-        at = next(n for n, i in enumerate(items) if i is Ellipsis)
-        items = (*items[:at], *(slice(None),) * left, *items[at + 1 :])
-    dropped = {n for n, i in enumerate(items) if type(i) is int}
-    return found.reshape([size for n, size in enumerate(found.shape) if n not in dropped])
-
-
-def setitem(input: Any, index: Any, value: Any) -> Any:
-    """``input[index] = value`` of a plain tensor."""
-    Tensor.__setitem__(input, index, value)
-    return input
-
-
-def _to(input: Any, *args: Any, dtype: Any = None, **_: Any) -> Any:
-    wanted = (
-        dtype if dtype is not None else next((arg for arg in args if isinstance(arg, type(mindspore.float32))), None)
-    )
-    if wanted is None and args and isinstance(args[0], Tensor):
-        wanted = args[0].dtype
-    return input if wanted is None or input.dtype == wanted else input.astype(wanted)
-
-
-def _softmax(input: Any, dim: int, dtype: Any = None) -> Any:
-    return ops.softmax(input if dtype is None else input.astype(dtype), axis=dim)
-
-
-def _log_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
-    return ops.log_softmax(input if dtype is None else input.astype(dtype), axis=dim)
-
-
-def _variance(input: Any, dim: Any = None, *, correction: float = 1, keepdim: bool = False) -> Any:
-    dims = tuple(range(len(input.shape))) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    count = math.prod(input.shape[d] for d in dims)
-    off = input - mint.mean(input, dims, keepdim=True)
-    return mint.sum(off * off, dims, keepdim) / max(count - correction, 0)
-
-
-def _embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,  # noqa: ARG001 - of max_norm
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NotImplementedError("embedding: MindSpore has no max_norm, scale_grad_by_freq or sparse on this device")
-    rows = ops.gather(weight, input, 0)
-    if padding_idx is None:
-        return rows
-    return mint.where(mint.unsqueeze(input != padding_idx, -1), rows, ops.stop_gradient(rows))
-
-
-def _sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    if stable:
-        raise NotImplementedError("sort: MindSpore's does not say that it is stable; sort by a second key")
-    return ops.sort(input, dim, descending)
-
-
-def _layer_norm(
-    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Any:
-    begin = len(input.shape) - len(normalized_shape)
-    weight = ops.ones(tuple(normalized_shape), input.dtype) if weight is None else weight
-    bias = ops.zeros(tuple(normalized_shape), input.dtype) if bias is None else bias
-    return ops.LayerNorm(begin, begin, eps)(input, weight, bias)[0]
-
-
-# Where the function of that name has no CPU kernel, takes its arguments in another order, or has another name.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "getitem": getitem,
-    "setitem": setitem,
-    "to": _to,
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "logsumexp": lambda input, dim, keepdim=False: ops.logsumexp(input, dim, keepdim),
-    "embedding": _embedding,
-    "zeros_like": ops.zeros_like,
-    "ones_like": ops.ones_like,
-    "full_like": ops.full_like,
-    "tril": ops.tril,
-    "detach": ops.stop_gradient,
-    "clone": lambda input: input.copy(),
-    "stack": lambda input, dim=0: ops.stack(input, dim),
-    "argmax": lambda input, dim=None, keepdim=False: ops.argmax(input, dim, keepdim),
-    "argmin": lambda input, dim=None, keepdim=False: ops.argmin(input, dim, keepdim),
-    "topk": lambda input, k, dim=-1, largest=True, sorted=True: ops.topk(input, k, dim, largest, sorted),
-    "sort": _sort,
-    "var": _variance,
-    "std": lambda input, dim=None, *, correction=1, keepdim=False: mint.sqrt(
-        _variance(input, dim, correction=correction, keepdim=keepdim)
-    ),
-    "layer_norm": _layer_norm,
-    "index_select": lambda input, dim, index: ops.gather(input, index.astype(mindspore.int32), dim),
-    "one_hot": lambda input, num_classes=-1: ops.one_hot(input, num_classes).astype(mindspore.int64),
-    "cumsum": lambda input, dim, dtype=None: ops.cumsum(input, dim, dtype),
-    "gelu": lambda input, approximate="none": ops.gelu(input, approximate=approximate),
-    "mse_loss": ops.mse_loss,
-    "l1_loss": ops.l1_loss,
-    "addcmul": lambda input, tensor1, tensor2, *, value=1: ops.addcmul(input, tensor1, tensor2, value),
-    "addcdiv": lambda input, tensor1, tensor2, *, value=1: ops.addcdiv(input, tensor1, tensor2, value),
-    "floor_divide": lambda input, other: input // other,
-}
-
+_OF_NUMPY = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
+getitem = FUNCTIONS["getitem"]  # of a plain tensor
 _ROOMS = (F, mint, ops, Tensor)
+# Other names of operators, as PyTorch has them too.
+_SAME_AS = {
+    "absolute": "abs",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+}
 _SPELLED: dict[Any, str] = {}  # functions of ours, by what the rules call them
-_FINE_NAMES = {NAMES[spelled][0] for spelled in FINE if spelled in NAMES} | {"getitem", "setitem", "clone"}
+_FINE_NAMES = {NAMES[spelled][0] for spelled in FINE if spelled in NAMES} | FUNCTIONS.keys()  # these ask for themselves
 
 
 @functools.cache
@@ -399,39 +314,50 @@ def called(func: Any) -> Called:
             return Called(found, inplace, parameters)
         return Called(func.name, inplace, None)
     name = getattr(func, "__name__", type(func).__name__)
-    known = _SPELLED.get(func) or next((key for key, one in _FUNCTIONS.items() if one is func), None)
-    return Called(known or name.removesuffix("_ext"), False, _parameters(func))
+    known = _SPELLED.get(func) or next((key for key, one in FUNCTIONS.items() if one is func), None)
+    return Called(known or name.removesuffix("_ext"), False, _parameters(func, is_ours=known in FUNCTIONS))
 
 
-def _parameters(func: Any) -> tuple[str, ...] | None:
+def _parameters(func: Any, is_ours: bool) -> tuple[str, ...] | None:
     try:
         found = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
         return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
         return None
-    return tuple(_PARAMETERS.get(parameter.name, parameter.name) for parameter in found)
+    names = [parameter.name for parameter in found]
+    usual = names if is_ours else [_PARAMETERS.get(name, name) for name in names]
+    return tuple(name if known in names else known for name, known in zip(names, usual, strict=True))
 
 
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
     """The function of MindSpore that an operator's name stands for, with its arguments as the rules name them."""
+    name = _SAME_AS.get(name, name)
     rooms = (getattr(room, name, None) for room in _ROOMS)
-    found = _FUNCTIONS.get(name) or next((one for one in rooms if callable(one)), None)
+    has_kernel = name in ON_NPU and mindspore.get_context("device_target") == "Ascend"
+    found = (None if has_kernel else FUNCTIONS.get(name)) or next((one for one in rooms if callable(one)), None)
     if found is None:
         raise AttributeError(f"MindSpore has no operator {name!r}")
     return _guarded(name, found)
 
 
 def _guarded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The function where no operand is empty; where one is, what is right then."""
+    """The function; by its rule for distributed tensors, by shapes alone on meta, and what is right for empty ones."""
     is_fine = name in _FINE_NAMES
 
     @functools.wraps(usual)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if has_empty(args):
-            return run_on_empty(name, usual, args, kwargs, is_fine=is_fine)
-        return usual(*args, **kwargs)
+        if kwargs and name in FUNCTIONS:
+            kwargs = {_OF_NUMPY.get(key, key): value for key, value in kwargs.items()}
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kind = next((type(tensor) for tensor in tensors if hasattr(tensor, "_layout")), None)
+        if kind is not None:
+            return kind.dispatch(run, args, kwargs)
+        if any(tensor.is_meta for tensor in tensors):
+            with private.device_context()("meta"):
+                return usual(*args, **kwargs)
+        return empty.run(name, usual, args, kwargs, is_fine=is_fine)
 
     _SPELLED[run] = name
     return run

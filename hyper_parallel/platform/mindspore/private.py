@@ -105,6 +105,11 @@ def seeds() -> Any:
     return _name("mindspore.common.seed")
 
 
+def dtype_of(given: Any) -> Any:
+    """The dtype that an operator is told, some of them by its number."""
+    return _name("mindspore._c_expression.typing", "type_id_to_type")(given) if isinstance(given, int) else given
+
+
 def device_context() -> Any:
     """A context in which tensors are made on a device; "meta" is one without storage."""
     return _name("mindspore.common.device", "DeviceCtx")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002, A006 - operands have the names that the rules give them
+# ruff: noqa: A001, A002, A006 - operands have the names that the rules give them
 """Operators of MindSpore that are several in one, or that the rules know in another form: done by others.
 
 Operators that change a tensor in place change nothing on a CPU, where they return a new tensor in silence. Here the
@@ -16,6 +16,7 @@ from typing import Any
 import mindspore
 from mindspore import mint, ops
 
+from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, function
 
 
@@ -67,6 +68,11 @@ def _addcdiv(input: Any, tensor1: Any, tensor2: Any, value: Any) -> Any:
     return input + tensor1 / tensor2 * value
 
 
+def _std(input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    """mint's has a correction of one, which it says; the method has none."""
+    return by_rule("std", input, dim, correction=0 if correction is None else correction, keepdim=keepdim)
+
+
 # --- lookups
 
 
@@ -78,6 +84,10 @@ def _gather(input: Any, index: Any, axis: int, batch_dims: int = 0) -> Any:
     if index.ndim == 1:
         return by_rule("index_select", input, axis, index)
     return input[(slice(None),) * (axis % input.ndim) + (index,)]
+
+
+def _gather_nd(input: Any, index: Any) -> Any:
+    return input[tuple(index[..., i] for i in range(index.shape[-1]))]
 
 
 def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
@@ -93,14 +103,47 @@ def _strided_slice(input: Any, begin: Any, end: Any, strides: Any, *masks: int) 
     return input[tuple(map(slice, begin, end, strides))]
 
 
+def _slice(input: Any, begin: Any, size: Any) -> Any:
+    return input[tuple(slice(at, None if n == -1 else at + n) for at, n in zip(begin, size, strict=True))]
+
+
+def _split(input: Any, axis: int = 0, output_num: int = 1) -> Any:
+    return by_rule("split", input, input.shape[axis] // output_num, axis)
+
+
+def _scatter(input: Any, dim: int, index: Any, src: Any, reduce: Any = 0) -> Any:
+    if reduce not in (0, 1, None):
+        raise NotImplementedError("scatter: distributed tensors are written to, or added to; scatter_reduce has others")
+    if reduce:
+        return by_rule("scatter_add", input, dim, index, src)
+    return by_rule("scatter", input, dim, index, **{"src" if hasattr(src, "shape") else "value": src})
+
+
+def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
+    return by_rule("index_fill", input, int(dim), index, value)
+
+
+def _searchsorted(sorted_sequence: Any, values: Any, sorter: Any, dtype: Any, right: bool) -> Any:
+    is_short = dtype == mindspore.int32
+    return by_rule("searchsorted", sorted_sequence, values, out_int32=is_short, right=right, sorter=sorter)
+
+
 # --- reductions
 
 
-def _reduced(name: str) -> Callable[..., Any]:
-    def reduce(input: Any, axis: Any = None, keepdims: bool = False, *_: Any, **more: Any) -> Any:
-        dims = None if axis in (None, (), []) else axis
-        keep = more.get("keep_dims", keepdims)
-        return by_rule(name, input) if dims is None and not keep else by_rule(name, input, dims, keep)
+def _reduced(name: str, parameters: str = "axis keep_dims") -> Callable[..., Any]:
+    """``parameters``: those of MindSpore's operator, in their order; what is no dim and no dtype is refused."""
+
+    def reduce(input: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(parameters.split(), args, strict=False)), **kwargs}
+        given = {key: value for key, value in given.items() if value is not None and value is not False}
+        given = {key: value for key, value in given.items() if value not in ((), [])}  # no dims are all of them
+        dims = given.pop("axis", given.pop("dim", None))
+        keep = any(given.pop(spelled, False) for spelled in ("keep_dims", "keepdims", "keepdim"))
+        dtype = {"dtype": given.pop("dtype")} if "dtype" in given else {}
+        if given:
+            raise NotImplementedError(f"{name}: {', '.join(given)} is not supported for distributed tensors")
+        return by_rule(name, input, dims, keep, **dtype) if dims is not None or keep else by_rule(name, input, **dtype)
 
     return reduce
 
@@ -112,8 +155,21 @@ def _argument(name: str) -> Callable[..., Any]:
     return find
 
 
-def _variance(input: Any, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Any:
-    return by_rule("var", input, axis, correction=ddof, keepdim=keepdims)
+def _with_value(name: str) -> Callable[..., Any]:
+    """The place first, and then the value."""
+
+    def find(input: Any, axis: int = 0, keep_dims: bool = False) -> Any:
+        values, places = by_rule(name, input, axis, keep_dims)
+        return places, values
+
+    return find
+
+
+def _variance(name: str) -> Callable[..., Any]:
+    def run(input: Any, axis: Any = None, ddof: int = 0, keepdims: bool = False) -> Any:
+        return by_rule(name, input, axis, correction=int(ddof), keepdim=keepdims)
+
+    return run
 
 
 def _deviation(input: Any, axis: Any = (), unbiased: bool = True, keep_dims: bool = False) -> Any:
@@ -124,25 +180,146 @@ def _deviation(input: Any, axis: Any = (), unbiased: bool = True, keep_dims: boo
 
 
 def _running(name: str) -> Callable[..., Any]:
-    def run(input: Any, axis: int, exclusive: bool = False, reverse: bool = False) -> Any:
+    def run(input: Any, axis: Any, exclusive: bool = False, reverse: bool = False, **_: Any) -> Any:
         if exclusive or reverse:
             raise NotImplementedError(f"ops.{name}: exclusive and reverse are not supported for distributed tensors")
-        return by_rule(name, input, axis)
+        return by_rule(name, input, int(axis))
 
     return run
 
 
-def _topk(input: Any, k: int) -> Any:
-    return by_rule("topk", input, k, -1)
+def _ordered(name: str) -> Callable[..., Any]:
+    """Values and their places, which are short integers here."""
+
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        values, places = by_rule(name, input, *args, **kwargs)
+        return values, places.astype(mindspore.int32)
+
+    return run
 
 
-# --- norms
+def _trace(input: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None) -> Any:
+    if (offset, axis1, axis2, dtype) != (0, 0, 1, None) or input.ndim != 2:
+        raise NotImplementedError("trace: distributed tensors have that of a matrix; take the sum of a diagonal")
+    return by_rule("trace", input)
+
+
+# --- norms and losses
 
 
 def _layer_norm(input: Any, weight: Any, bias: Any, begin: int = -1, _: int = -1, epsilon: float = 1e-7) -> Any:
+    return _normalized("layer_norm")(input, tuple(input.shape)[begin % input.ndim :], weight, bias, epsilon)
+
+
+def _normalized(name: str) -> Callable[..., Any]:
     """The normalized tensor; the mean and the deviation, which only its own backward needs, are left out."""
-    shape = tuple(input.shape)[begin % input.ndim :]
-    return by_rule("layer_norm", input, shape, weight, bias, epsilon), None, None
+    return lambda *args: (by_rule(name, *args), None, None)
+
+
+def _batch_norm(
+    input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float, momentum: float, *_: Any
+) -> Any:
+    """The normalized tensor; the running statistics follow. What only its own backward needs is left out."""
+    found = by_rule(
+        "batch_norm", input, mean, var, weight=weight, bias=bias, training=training, momentum=momentum, eps=eps
+    )
+    return found, None, None, None, None
+
+
+def _dropout(input: Any, keep_prob: float = 0.5, *_: int) -> Any:
+    """Drawn for the piece, as everywhere; the mask, which only its own backward needs, is left out."""
+    return by_rule("dropout", input, 1 - keep_prob, True), None
+
+
+_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
+
+
+def _loss(name: str, parameters: str) -> Callable[..., Any]:
+    """A loss whose reduction is a number."""
+
+    def run(*args: Any) -> Any:
+        given = dict(zip(parameters.split(), args, strict=True))
+        given["reduction"] = _REDUCTIONS[given["reduction"]]
+        operands = [given.pop("input"), given.pop("target")]
+        return by_rule(name, *operands, **{key: value for key, value in given.items() if value is not None})
+
+    return run
+
+
+def _nll_loss(input: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """The loss; the weight of all targets, which only its own backward needs, is left out."""
+    if not hasattr(weight, "_layout") and bool((weight == 1).all()):  # which is how no weights are told
+        weight = None
+    kind = _REDUCTIONS[reduction]
+    return by_rule("nll_loss", input, target, weight, ignore_index=ignore_index, reduction=kind), None
+
+
+# --- windows
+
+
+def _convolution(count: int) -> Callable[..., Any]:
+    def run(input: Any, weight: Any, *, pad_mode: str, pad: Any, group: int, data_format: str, **more: Any) -> Any:
+        if not data_format.startswith("NC"):
+            raise NotImplementedError(f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}")
+        stride, dilation = (more[f"{key}s" if f"{key}s" in more else key][-count:] for key in ("stride", "dilation"))
+        kernel = weight.shape[2:]
+        if pad_mode == "same":
+            sides = [_same(*each) for each in zip(input.shape[2:], kernel, stride, dilation, strict=True)]
+        else:
+            sides = [tuple(pad[2 * d : 2 * d + 2]) if pad_mode == "pad" else (0, 0) for d in range(count)]
+        if any(before != after for before, after in sides):
+            input, sides = by_rule("pad", input, tuple(side for pair in sides[::-1] for side in pair)), [(0, 0)] * count
+        padding = tuple(before for before, _ in sides)
+        return by_rule(f"conv{count}d", input, weight, None, stride, padding, dilation, group)
+
+    return run
+
+
+def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
+    """The margins of a dim of which every ``stride``-th element begins a window; the second is the larger one."""
+    total = max((-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+    return total // 2, total - total // 2
+
+
+def _max_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: Any, data_format: Any, **_: Any) -> Any:
+    if str(pad_mode).lower() != "valid" or data_format != "NCHW":
+        raise NotImplementedError(f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d")
+    return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:])
+
+
+def _max_pool_with_places(input: Any, kernel_size: Any, strides: Any, pads: Any, **more: Any) -> Any:
+    where = {"padding": pads[-2:], "dilation": more["dilation"][-2:], "ceil_mode": more["ceil_mode"]}
+    return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:], **where, return_indices=True)
+
+
+def _avg_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: int, data_format: int) -> Any:
+    if pad_mode != 2 or data_format != 0:  # valid, NCHW
+        raise NotImplementedError("AvgPool: distributed tensors have pad_mode valid; use avg_pool2d")
+    return by_rule("avg_pool2d", input, kernel_size, strides)
+
+
+def _padded(input: Any, paddings: Any, value: Any, mode: str, paddings_contiguous: bool, **_: Any) -> Any:
+    if not paddings_contiguous:
+        raise NotImplementedError("PadV3: distributed tensors take the two sides of a dim together")
+    sides = paddings.tolist() if hasattr(paddings, "tolist") else paddings
+    return by_rule("pad", input, tuple(sides), "replicate" if mode == "edge" else mode, **_number("value", value))
+
+
+def _number(name: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {name: float(value)}
+
+
+def _resized(mode: str) -> Callable[..., Any]:
+    def run(input: Any, size: Any, scales: Any, align_corners: bool | None = None) -> Any:
+        corners = {} if align_corners is None else {"align_corners": align_corners}
+        return by_rule("interpolate", input, size, scales, mode, **corners)
+
+    return run
+
+
+def _grid_sample(input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
+    names = ("bilinear", "nearest")[mode], ("zeros", "border", "reflection")[padding]
+    return by_rule("grid_sample", input, grid, *names, align_corners)
 
 
 # --- what concerns the shard alone
@@ -162,29 +339,86 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "BiasAdd": _bias_add,
     "Addcmul": _addcmul,
     "Addcdiv": _addcdiv,
+    "Cross": lambda input, other, dim: by_rule("cross", input, other, None if dim == -65530 else dim),
+    # A CPU lacks these kernels, or they do not take a float64 there.
+    "CumsumExt": lambda input, dim, dtype=None: by_rule("cumsum", input, dim, dtype=dtype),
+    "DiagExt": lambda *args: by_rule("diag", *args),
+    "LinalgVectorNorm": lambda input, ord, dim, keepdim, dtype: by_rule(
+        "vector_norm", input, ord, dim, keepdim, dtype=dtype
+    ),
+    "LogSoftmaxExt": lambda input, dim, dtype=None: by_rule("log_softmax", input, dim, private.dtype_of(dtype)),
+    "Roll": lambda *args: by_rule("roll", *args),
+    "LogSumExp": lambda *args, **kwargs: by_rule("logsumexp", *args, **kwargs),
+    "MatrixInverseExt": lambda input: by_rule("inverse", input),
+    "Lerp": lambda *args: by_rule("lerp", *args),
+    "LerpScalar": lambda *args: by_rule("lerp", *args),
+    "TraceV2": _trace,
     "Gather": _gather,
+    "GatherNd": _gather_nd,
     "OneHot": _one_hot,
+    "OneHotExt": _one_hot,
     "StridedSlice": _strided_slice,
-    "ReduceSum": _reduced("sum"),
-    "DeprecatedSum": _reduced("sum"),
+    "Slice": _slice,
+    "Split": _split,
+    "Scatter": _scatter,
+    "ScatterValue": _scatter,
+    "TensorScatterElements": lambda input, index, src, axis, how: _scatter(input, axis, index, src, how),
+    "IndexFill": _index_fill,
+    "SearchSorted": _searchsorted,
+    "ReduceSum": _reduced("sum", "axis keep_dims skip_mode"),
     "ReduceMean": _reduced("mean"),
-    "DeprecatedMean": _reduced("mean"),
     "ReduceProd": _reduced("prod"),
-    "DeprecatedProd": _reduced("prod"),
-    "DeprecatedMax": _reduced("amax"),
-    "DeprecatedMin": _reduced("amin"),
+    "ReduceAll": _reduced("all"),
+    "DeprecatedSum": _reduced("sum", "axis dtype keepdims initial"),
+    "DeprecatedMean": _reduced("mean"),
+    "DeprecatedProd": _reduced("prod", "axis keep_dims dtype"),
+    "DeprecatedMax": _reduced("amax", "axis keepdims initial where return_indices"),
+    "DeprecatedMin": _reduced("amin", "axis keepdims initial where return_indices"),
     "DeprecatedAll": _reduced("all"),
     "DeprecatedAny": _reduced("any"),
+    "DeprecatedReduceAny": _reduced("any"),
     "Argmax": _argument("argmax"),
     "Argmin": _argument("argmin"),
-    "DeprecatedArgmax": lambda input, axis=None, keepdims=False: _argument("argmax")(input, axis, None, keepdims),
+    "ArgMaxWithValue": _with_value("max"),
+    "ArgMinWithValue": _with_value("min"),
+    "DeprecatedArgmax": lambda input, axis=None, keepdims=False: by_rule("argmax", input, axis, keepdims),
     "DeprecatedArgmin": lambda input, axis=None, keepdims=False: _argument("argmin")(input, axis, None, keepdims),
-    "DeprecatedVar": _variance,
+    "DeprecatedVar": _variance("var"),
+    "DeprecatedStd": _variance("std"),
+    "Std": _std,
     "ReduceStd": _deviation,
     "CumSum": _running("cumsum"),
     "CumProd": _running("cumprod"),
-    "TopK": _topk,
+    "DeprecatedCumsum": lambda input, axis=None, dtype=None: by_rule("cumsum", input, axis, dtype=dtype),
+    "DeprecatedSort": lambda input, axis=-1, descending=False: _ordered("sort")(input, axis, descending),
+    "SortExt": _ordered("sort"),
+    "ArgSort": lambda *args, **kwargs: by_rule("argsort", *args, **kwargs).astype(mindspore.int32),
+    "TopK": lambda input, k: _ordered("topk")(input, k, -1),
+    "TopkExt": _ordered("topk"),
     "LayerNorm": _layer_norm,
+    "LayerNormExt": _normalized("layer_norm"),
+    "GroupNorm": _normalized("group_norm"),
+    "BatchNorm": _batch_norm,
+    "BatchNormExt": lambda *args: _batch_norm(*args[:6], *args[:-3:-1]),  # which has the last two the other way round
+    "Dropout": _dropout,
+    "MSELossExt": _loss("mse_loss", "input target reduction"),
+    "L1LossExt": _loss("l1_loss", "input target reduction"),
+    "SmoothL1Loss": _loss("smooth_l1_loss", "input target beta reduction"),
+    "KLDiv": _loss("kl_div", "input target reduction log_target"),
+    "BinaryCrossEntropy": _loss("binary_cross_entropy", "input target weight reduction"),
+    "BCEWithLogitsLoss": _loss("binary_cross_entropy_with_logits", "input target weight pos_weight reduction"),
+    "NLLLoss": _nll_loss,
+    "NLLLoss2d": _nll_loss,
+    "AvgPool": _avg_pool,
+    "UpsampleNearest1D": _resized("nearest"),
+    "UpsampleNearest2D": _resized("nearest"),
+    "UpsampleNearest3D": _resized("nearest"),
+    "UpsampleLinear1D": _resized("linear"),
+    "UpsampleBilinear2D": _resized("bilinear"),
+    "UpsampleBicubic2D": _resized("bicubic"),
+    "UpsampleTrilinear3D": _resized("trilinear"),
+    "GridSampler2D": _grid_sample,
+    "GridSampler3D": _grid_sample,
     "Assign": lambda target, value: target.copy_(value),
     "AssignAdd": lambda target, value: target.copy_(target + value),
     "AssignSub": lambda target, value: target.copy_(target - value),
@@ -194,8 +428,23 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
 
 # Those that have arguments among the attributes of their primitive.
 _BY_ATTRIBUTES: dict[str, Callable[..., Any]] = {
-    "Sort": lambda input, axis, descending, **_: by_rule("sort", input, axis, descending),
+    "Sort": lambda input, axis, descending, **_: _ordered("sort")(input, axis, descending),
     "Tril": lambda input, diagonal, **_: by_rule("tril", input, diagonal),
+    "Unstack": lambda input, axis, **_: by_rule("unbind", input, axis),
+    "Renorm": lambda input, p, dim, maxnorm, **_: by_rule("renorm", input, p, dim, maxnorm),
+    "CumulativeLogsumexp": _running("logcumsumexp"),
+    "IndexPut": lambda input, values, at, accumulate, **_: by_rule("index_put", input, at, values, bool(accumulate)),
+    "Conv2D": _convolution(2),
+    "Conv3D": _convolution(3),
+    "MaxPool": _max_pool,
+    "MaxPoolWithArgmaxV2": _max_pool_with_places,
+    "AdaptiveAvgPool2D": lambda input, output_size, **_: by_rule("adaptive_avg_pool2d", input, output_size),
+    "PadV3": _padded,
+    "AffineGrid": lambda theta, size, align_corners, **_: by_rule("affine_grid", theta, size, align_corners),
+    "KLDivLoss": lambda input, target, reduction, **_: by_rule("kl_div", input, target, reduction=reduction),
+    "MultiMarginLoss": lambda input, target, weight, p, margin, reduction, **_: by_rule(
+        "multi_margin_loss", input, target, p=p, margin=margin, weight=weight, reduction=reduction
+    ),
 }
 
 

@@ -236,21 +236,15 @@ class Tensors(Platform):
     def detach(self, tensor: Any) -> Any:
         return self._like(tensor, _detached)
 
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:  # noqa: ARG002
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG002
         """Untested on hardware: on an accelerator."""
         if target.device != "CPU":
-            target.copy_(source)
-            return
+            return target.copy_(source)
         cast = source if source.dtype == target.dtype else source.to(target.dtype)
-        if not (self.is_recorded(target) or self.is_recorded(source)):
-            self.tensor_memory(target)[...] = self.tensor_memory(cast)  # a copy_ into a view is lost, or refused
-            return
-        target.copy_(cast)
-        if self.tensor_memory(target).tobytes() != self.tensor_memory(cast).tobytes():
-            raise RuntimeError(
-                f"copy_into: MindSpore does not record a change of this view of shape {tuple(target.shape)} in place; "
-                "compute a new tensor instead, or change it under no_grad"
-            )
+        if self.is_recorded(target) or self.is_recorded(source):  # in place it is refused, lost or not recorded
+            return cast.copy()
+        self.tensor_memory(target)[...] = self.tensor_memory(cast)  # a copy_ into a view is lost, or refused
+        return target
 
     def is_dense(self, tensor: Any) -> bool:
         return self.is_tensor(tensor)  # sparse ones of MindSpore are no Tensor

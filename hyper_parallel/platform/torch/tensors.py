@@ -195,8 +195,8 @@ class Tensors(Platform):
     def detach(self, tensor: Any) -> Any:
         return tensor.detach()
 
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
-        target.copy_(source, non_blocking)
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        return target.copy_(source, non_blocking)
 
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
@@ -212,6 +212,11 @@ class Tensors(Platform):
 
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
+
+    def call_where_empty(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
 
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
         for operand in operands:

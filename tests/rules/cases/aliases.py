@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls by names that neither torch's database nor the other families use."""
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 

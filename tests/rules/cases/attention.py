@@ -3,7 +3,7 @@
 
 from functools import partial
 
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"

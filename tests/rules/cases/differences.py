@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of differences and distances, and of views that are copied."""
 
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"

@@ -4,9 +4,10 @@
 import functools
 import warnings
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
-from torch import linalg
+
+linalg = torch.linalg
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
 ALL = ("even", "uneven", "empty")

@@ -3,7 +3,7 @@
 
 import math
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 R2 = "...[-2] ...[-1]"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that put in order and that count."""
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of pointwise operators: what is linear, what broadcasts, what arguments do. test_pointwise.py has all names."""
 
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F, torch
 from rules.operators import OpCase
 
 R2, R3 = "...[-2] ...[-1]", "...[-3] ...[-2] ...[-1]"

@@ -3,8 +3,7 @@
 
 import warnings
 
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that draw random numbers: which choices their rules have. tests/distributed/test_random.py has the numbers."""
 
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F, torch
 from rules.operators import OpCase
 
 R2 = "...[-2] ...[-1]"

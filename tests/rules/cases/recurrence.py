@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of recurrent layers and cells; tests/distributed/test_recurrent.py has the modules."""
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 SIZES = ("even", "uneven", "empty")

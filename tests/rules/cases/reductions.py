@@ -3,7 +3,7 @@
 
 from math import inf
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"

@@ -3,8 +3,8 @@
 
 import warnings
 
-import torch
 from rules.cases.indexing import assigned
+from rules.framework import torch
 from rules.operators import OpCase
 
 R1 = "...[-1]"

@@ -3,8 +3,7 @@
 
 from functools import partial
 
-import torch
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from rules.framework import F, torch
 from rules.operators import OpCase
 
 from hyper_parallel import Replicate
@@ -136,7 +135,7 @@ COMPOSITES = [
     op("normal of a number", seeded(lambda s: torch.normal(2.0, s)), "ab", positive=(0,)),
     op("normal, stretched", seeded(lambda m: torch.normal(m, 0.5)), "ab"),
     op("repeat_interleave by a tensor", lambda x, n: x.repeat_interleave(n, 0), "ab a", ints={1: 4}, sizes=ALL),
-    op("repeat_interleave of all", torch.repeat_interleave, "ab 1", ints={1: 4}),
+    op("repeat_interleave of all, by a tensor", torch.repeat_interleave, "ab 1", ints={1: 4}),
     op(
         "_softmax_backward_data",
         lambda g, x: torch._softmax_backward_data(g, x.detach().softmax(1), 1, x.dtype),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of Fourier transforms."""
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 

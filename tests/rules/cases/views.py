@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of views: other shapes, orders and parts."""
 
-import torch
+from rules.framework import torch
 from rules.operators import OpCase
 
 BOTH = ("even", "uneven")  # merged dims are cut where they divide

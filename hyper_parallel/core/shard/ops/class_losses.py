@@ -318,7 +318,7 @@ def _gradient_of_scores(call: _Call, grad: Any, input: Any, target: Any, weight:
     _, index, weights = _own(call, input, target, weight)
     if input.shape[call.dim]:
         taken = grad * weights * (call.smoothing - 1)
-        made.scatter_add_(call.dim, call.along(index), call.along(taken))
+        made = platform.operator("scatter_add_")(made, call.dim, call.along(index), call.along(taken))
     if call.smoothing:
         spread = call.along(grad * -call.smooth_part)
         made = made.add_(spread) if weight is None else made.addcmul_(spread, call.across(input, weight))

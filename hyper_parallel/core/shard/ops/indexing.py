@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
@@ -220,7 +220,8 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     given = local_for(value, layout, summed)
     parts = [ALL if cut else part for cut, (_, part) in zip(layout.dim_axes, pieces, strict=True)]
     # A rank that has nothing of it writes nothing, but stays in the graph for the sum of the gradient.
-    input._local[own] = given[tuple(parts)]
+    part = platform.operator("getitem")(given, tuple(parts))
+    hold(input, platform.operator("setitem")(input._local, own, part))
 
 
 def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[_Range]:
@@ -299,7 +300,7 @@ def _assign_by_masks(input: Any, items: Sequence[Any], value: Any) -> None:
 
 def assigned(input: Any, index: Any, value: Any) -> Any:
     """The tensor with a value at an index."""
-    result = input.clone()
+    result = platform.operator("clone")(input)
     result[index] = value
     return result
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import one_mesh
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
@@ -201,6 +201,11 @@ def itself(input: Any, **_: Any) -> Any:
     return input
 
 
+# The classes of dtypes; some frameworks have several.
+_KINDS = ("bool", "int32", "uint8", "float32", "bfloat16", "complex64")
+DTYPE = tuple({type(platform.str_to_dtype(name)) for name in _KINDS})
+
+
 def _cast(input: Any, dtype: Any) -> Any:
     """torch gives the tensor itself where nothing changes: what is done to it in place is seen in both."""
     if dtype == input.dtype:
@@ -211,9 +216,8 @@ def _cast(input: Any, dtype: Any) -> Any:
 def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: Any = None, **more: Any) -> Any:
     if any(isinstance(value, DTensor) for value in (*to, other)):
         return _to_like
-    kind = type(input.dtype)
-    dtype = next((value for value in to if type(value) is kind), dtype)
-    device = next((value for value in to if not isinstance(value, (bool, kind)) and value is not None), device)
+    dtype = next((value for value in to if isinstance(value, DTYPE)), dtype)
+    device = next((value for value in to if not isinstance(value, (bool, *DTYPE)) and value is not None), device)
     if dtype not in (None, input.dtype):
         return _cast(input, dtype)
     stays = str(device or input.device) == str(input.device) and True not in to
@@ -268,14 +272,13 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
         src = src.expand(tuple(input.shape))
     if not is_inexact(input.dtype) or not is_inexact(src.dtype):
         src = src.reduce_partial()  # such a cast is not linear
-    platform.copy_into(input._local, local_for(src, input._layout), non_blocking)
+    hold(input, platform.copy_into(input._local, local_for(src, input._layout), non_blocking))
     return input
 
 
 def _zero(input: Any) -> Any:
-    platform.copy_into(
-        input._local, platform.full_like(input._local, 0)
-    )  # parts of zero are zero, whatever the reduction
+    # Parts of zero are zero, whatever the reduction.
+    hold(input, platform.copy_into(input._local, platform.full_like(input._local, 0)))
     return input
 
 

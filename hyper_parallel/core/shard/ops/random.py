@@ -13,7 +13,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device, seed_of_piece
-from hyper_parallel.core.dtensor.routes import local_for
+from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import refuse_copy, replicated
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
@@ -114,7 +114,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_copy(getattr(func, "__name__", str(func)), target)
     whole = platform.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     as_one_device(target.device_mesh, lambda: _called(func, args, kwargs, target, whole))
-    platform.copy_into(target._local, local_for(replicated(whole, target), target._layout))
+    hold(target, platform.copy_into(target._local, local_for(replicated(whole, target), target._layout)))
     return target
 
 

@@ -95,7 +95,7 @@ def _rows_of_shard(here: Here, input: Any, dim: int, index: Any, source: Any, na
         else:
             source = source[tuple(slice(n) for n in mine.shape)]  # no more of it is read
         source = source.masked_fill(~mine, 1)
-    return write_rows(table, dim, rows, source, name, more).narrow(dim, 0, here.size("v"))
+    return platform.operator("narrow")(write_rows(table, dim, rows, source, name, more), dim, 0, here.size("v"))
 
 
 operator("write_rows", "input, dim, index, source, name, more", _rows, local=_rows_of_shard)
@@ -216,7 +216,7 @@ def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any
 
 def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """As ``put``, of tensors whose indexed dims are whole."""
-    return put_at_(input.clone(), dims, indices, values, accumulate)
+    return put_at_(platform.operator("clone")(input), dims, indices, values, accumulate)
 
 
 def put_own(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
@@ -263,7 +263,7 @@ def _put_of_shard(
         piece, rows[dim], _ = _with_spare(here, f"d{dim}", piece, dim, rows[dim], from_end=True)
     found = put_at(piece, dims, list(rows.values()), values, accumulate)
     for dim in cut:
-        found = found.narrow(dim, 0, here.size(f"d{dim}"))
+        found = platform.operator("narrow")(found, dim, 0, here.size(f"d{dim}"))
     return found
 
 

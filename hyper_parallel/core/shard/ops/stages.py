@@ -74,7 +74,10 @@ def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
     """
     tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
     zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
-    return sum((platform.operator("sum")(x) for x in tensors), start=zeros)
+    add = platform.operator("add")
+    for x in tensors:
+        zeros = add(zeros, platform.operator("sum")(x))
+    return zeros
 
 
 def wide(dtype: Any) -> Any:

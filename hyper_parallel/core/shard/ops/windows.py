@@ -52,15 +52,15 @@ def some(tensor: Any, least: int = 1) -> Any:
     for dim, size in enumerate(tensor.shape):
         if size == 0:
             shape = [least if i == dim else n for i, n in enumerate(tensor.shape)]
-            tensor = tensor.sum(dim, keepdim=True).to(tensor.dtype).expand(shape)
+            tensor = call("expand")(call("sum")(tensor, dim, keepdim=True).to(tensor.dtype), shape)
     return tensor
 
 
 def piece(here: Here, found: Any) -> Any:
     """What of these results is this rank's, where more were computed."""
     if platform.is_tensor(found):
-        return found[tuple(map(slice, here.shape()))]
-    return type(found)([one[tuple(map(slice, here.shape(i)))] for i, one in enumerate(found)])
+        return call("getitem")(found, tuple(map(slice, here.shape())))
+    return type(found)([call("getitem")(one, tuple(map(slice, here.shape(i)))) for i, one in enumerate(found)])
 
 
 def of_some(here: Here, least: int = 1, **arguments: Any) -> Any:

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: A001, A002, A006 - operands have the names that the rules give them
+"""Reductions, norms of vectors, and what runs or sorts along a dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+
+from hyper_parallel.platform.mindspore.functions.shared import dims_of, mint, numbers, ops, shaped
+
+
+def _sum_like(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A reduction that may have several dims, or none, which means all of them."""
+
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        dims = dims_of(input, dim)
+        return reduce(input, dims, keepdim, dtype=dtype) if dims else reduce(input, dtype=dtype)
+
+    return run
+
+
+def _prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return mint.prod(input, dtype=dtype) if dim is None else mint.prod(input, dim, keepdim, dtype=dtype)
+
+
+def _extreme(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+        return reduce(input, dims_of(input, dim), keepdim) if input.shape else input
+
+    return run
+
+
+def _aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+    return tuple(_extreme(reduce)(input, dim, keepdim) for reduce in (mint.amin, mint.amax))
+
+
+def _truth(is_all: bool) -> Callable[..., Any]:
+    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        if dim is not None and not isinstance(dim, int) and not len(dim):
+            return input != 0 if input.dtype != mindspore.bool_ else input
+        wrong = (input == 0) if is_all else (input != 0)
+        counted = mint.sum(wrong.astype(mindspore.int32), dims_of(input, dim), keepdim) if input.shape else wrong
+        return counted == 0 if is_all else counted != 0
+
+    return run
+
+
+def _softmax(input: Any, dim: int, dtype: Any = None) -> Any:
+    input = input if dtype is None else input.astype(dtype)
+    return ops.softmax(input, axis=dim) if input.shape else shaped(ops.softmax(shaped(input, (1,)), axis=0), ())
+
+
+def _log_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
+    input = input if dtype is None else input.astype(dtype)
+    if input.dtype != mindspore.float64:
+        return ops.log_softmax(input, axis=dim)
+    off = input - ops.stop_gradient(mint.amax(input, dim, keepdim=True))  # its kernel rounds to float32
+    return off - mint.log(mint.sum(mint.exp(off), dim, keepdim=True))
+
+
+def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
+    return ops.logsumexp(input, dims_of(input, dim), keepdim)
+
+
+def _nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    there = mint.logical_not(mint.isnan(input))
+    input = input if dtype is None else input.astype(dtype)
+    dims = dims_of(input, dim)
+    values = mint.where(there, input, ops.zeros((), input.dtype))
+    return mint.sum(values, dims, keepdim) / mint.sum(there.astype(input.dtype), dims, keepdim)
+
+
+def _count_nonzero(input: Any, dim: Any = None) -> Any:
+    return mint.sum((input != 0).astype(mindspore.int64), dims_of(input, dim))
+
+
+# --- variance
+
+
+def _spread(input: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any]:
+    dims = dims_of(input, dim)
+    count = math.prod(input.shape[d] for d in dims)
+    mean = mint.mean(input, dims, keepdim=True)
+    off = input - mean
+    variance = mint.sum(off * off, dims, keepdim) / numbers(input, max(count - correction, 0))
+    return variance, mean if keepdim else mint.sum(mean, dims)
+
+
+def _variance(*, root: bool = False, with_mean: bool = False) -> Callable[..., Any]:
+    def run(
+        input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: float | None = None
+    ) -> Any:
+        if isinstance(dim, bool):  # the one argument may be this
+            dim, unbiased = None, dim
+        if correction is None:
+            correction = 1 if unbiased is None else int(unbiased)
+        variance, mean = _spread(input, dim, correction, keepdim)
+        found = mint.sqrt(variance) if root else variance
+        return (found, mean) if with_mean else found
+
+    return run
+
+
+# --- norms
+
+
+def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    input = input if dtype is None else input.astype(dtype)
+    dims, size = dims_of(input, dim), mint.abs(input)
+    if not input.shape:
+        return size
+    if ord in (math.inf, -math.inf):
+        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim)
+    if ord == 0:
+        return mint.sum((input != 0).astype(input.dtype), dims, keepdim)
+    if ord == 1:
+        return mint.sum(size, dims, keepdim)
+    if ord == 2:
+        return _root(mint.sum(input * input, dims, keepdim))
+    return mint.pow(mint.sum(mint.pow(size, numbers(input, ord)), dims, keepdim), numbers(input, 1 / ord))
+
+
+def _root(squares: Any) -> Any:
+    """The square root, with a gradient of zero where it is zero."""
+    zero = squares == 0
+    safe = mint.where(zero, ops.ones((), squares.dtype), squares)
+    return mint.where(zero, ops.zeros((), squares.dtype), mint.sqrt(safe))
+
+
+def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if ord == "fro":
+        return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
+    if ord not in (1, -1, math.inf, -math.inf):
+        raise NotImplementedError(f"matrix_norm: MindSpore has no singular values with gradients for ord={ord!r}")
+    rows, columns = dims_of(input, tuple(dim))
+    summed, searched = (rows, columns) if abs(ord) == 1 else (columns, rows)
+    sums = _vector_norm(input, 1, summed, True, dtype=dtype)
+    found = _vector_norm(sums, math.inf if ord > 0 else -math.inf, searched, True)
+    return found if keepdim else mint.sum(found, (rows, columns))
+
+
+def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if p == "nuc":
+        return _matrix_norm(input, p, dim, keepdim, dtype=dtype)
+    return _vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
+
+
+def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    is_matrix = not isinstance(dim, int) and len(input.shape if dim is None else dim) == 2
+    if ord is None or not is_matrix:
+        return _vector_norm(input, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+    return _matrix_norm(input, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+# --- order
+
+
+def _argument(find: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            found = find(shaped(input, (-1,)), 0, False).astype(mindspore.int64)
+            return shaped(found, (1,) * len(input.shape) if keepdim else ())
+        return find(input, dim, keepdim).astype(mindspore.int64)
+
+    return run
+
+
+def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
+    if stable:
+        raise NotImplementedError("sort: MindSpore's does not say that it is stable; sort by a second key")
+    if not input.shape:
+        return input, ops.zeros((), mindspore.int32)
+    return ops.sort(input, dim, descending)
+
+
+def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return ops.topk(input, k, dim, largest, sorted)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": _sum_like(mint.sum),
+    "mean": _sum_like(mint.mean),
+    "prod": _prod,
+    "nanmean": _nanmean,
+    "count_nonzero": _count_nonzero,
+    "amax": _extreme(mint.amax),
+    "amin": _extreme(mint.amin),
+    "aminmax": _aminmax,
+    "all": _truth(is_all=True),
+    "any": _truth(is_all=False),
+    "argmax": _argument(ops.argmax),
+    "argmin": _argument(ops.argmin),
+    "softmax": _softmax,
+    "softmin": lambda input, dim, dtype=None: _softmax(-input, dim, dtype),
+    "log_softmax": _log_softmax,
+    "logsumexp": _logsumexp,
+    "var": _variance(),
+    "std": _variance(root=True),
+    "var_mean": _variance(with_mean=True),
+    "std_mean": _variance(root=True, with_mean=True),
+    "vector_norm": _vector_norm,
+    "matrix_norm": _matrix_norm,
+    "norm": _norm,
+    "linalg_norm": _linalg_norm,
+    "cumsum": lambda input, dim, *, dtype=None: ops.cumsum(input, dim, dtype),
+    "sort": _sort,
+    "argsort": lambda input, dim=-1, descending=False, *, stable=False: _sort(input, dim, descending, stable=stable)[1],
+    "msort": lambda input: _sort(input, 0)[0],
+    "topk": _topk,
+}

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls every case of tests/rules on MindSpore and writes docs/mindspore-operators.md.
+
+HYPER_PARALLEL_PLATFORM=mindspore python -m tools.mindspore_operators
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from rules import framework, operators, outcomes, test_dispatch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.platform import get_platform
+from hyper_parallel.testing import RankError, close_ranks, run_ranks
+
+HEAD = """# Operators on MindSpore
+
+<!-- Generated: HYPER_PARALLEL_PLATFORM=mindspore python -m tools.mindspore_operators -->
+
+The operator rules are written once, and so are their tests: {count} calls of operators, with PyTorch's names. On
+MindSpore {version} a function is what the platform offers under that name (`mint`, `ops`, or a composition where those
+have no kernel), a method is MindSpore's own. All of this is about the CPU.
+
+| | calls |
+| --- | --: |
+| one operator with a rule: every choice of every axis is compared, and drawn layouts between ranks | {rule} |
+| several operators, or one on whole tensors: drawn layouts are compared between ranks | {several} |
+| left out: the operator, or one it is made of, has no CPU kernel for floats of 64 or 32 bits | {kernel} |
+| left out: MindSpore has no operator or method of that name | {absent} |
+| left out: MindSpore has no gradient of it | {gradient} |
+| left out: MindSpore's takes other arguments or shapes than this call has | {arguments} |
+| left out: MindSpore's ends the process | {deadly} |
+| left out: it runs, but not as on one device; of some MindSpore's own is wrong, others are to be mended | {unheld} |
+
+CI calls all of them on MindSpore and compares with this page; what is left out here, and nothing else, is left out of
+the tests.
+
+## Operators without a CPU kernel
+
+{kernels} operators of MindSpore that the calls lead to: {names}.
+
+## Each call
+
+| call | how it goes | sizes and precision, or why not |
+| --- | --- | --- |
+"""
+
+
+def found_on_a_rank(folder: str, deadly: set[tuple[str, str]]) -> list[outcomes.Outcome]:
+    """How every case goes; what is called next is noted in the folder."""
+    note = Path(folder, "next")
+
+    def how_it_goes(case: Any) -> outcomes.Outcome:
+        safe = [sizes for sizes in outcomes.sizes_of(case) if (case.name, sizes) not in deadly]
+        return outcomes.outcome(case, safe, lambda sizes: note.write_text(json.dumps([case.name, sizes])))
+
+    return [how_it_goes(case) for case in outcomes.EVERY] if get_platform().get_rank() == 0 else []
+
+
+def find() -> list[outcomes.Outcome]:
+    """How every case goes, begun again without what ended the process."""
+    deadly: set[tuple[str, str]] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            try:
+                return run_ranks(found_on_a_rank, 2, folder, deadly, timeout=1800)[0]
+            except RankError:
+                name, sizes = json.loads(Path(folder, "next").read_text())
+                print(f"{name} ({sizes}) ends the process", flush=True)
+                if (name, sizes) in deadly:
+                    raise
+                deadly.add((name, sizes))
+
+
+def compared(found: list[outcomes.Outcome]) -> list[outcomes.Outcome]:
+    """The outcomes, and of which cases the tests would fail."""
+    wrong = run_ranks(checked_on_rank, 4, found, timeout=1800)[0]
+    for number, case in enumerate(outcomes.EVERY):
+        if found[number].runs and number not in wrong and case.name in test_dispatch.ALL:
+            try:
+                run_ranks(dispatch_on_rank, 4, case.name, found[number], timeout=120)
+            except RankError as error:
+                told = [line for line in str(error).splitlines() if "Error" in line and "pool.RankError" not in line]
+                wrong[number] = (told or [str(error)])[-1]
+                print(f"{case.name}: {wrong[number][:150]}", flush=True)
+    unheld = {
+        number: outcomes.Outcome(outcomes.UNHELD, why=" ".join(why.split())[:90]) for number, why in wrong.items()
+    }
+    return [unheld.get(number, one) for number, one in enumerate(found)]
+
+
+def checked_on_rank(found: list[outcomes.Outcome]) -> dict[int, str]:
+    """The numbers of the cases whose rule does not hold by some choice of some axis, and what is wrong with them."""
+    wrong: dict[int, str] = {}
+    if get_platform().get_rank() != 0:
+        return wrong
+    for number, (case, one) in enumerate(zip(outcomes.EVERY, found, strict=True)):
+        try:
+            for sizes in one.sizes if one.kind == outcomes.RULE and case.sizes else ():
+                operators.check(case, operators.SIZES[sizes], one.dtype)
+        except Exception as error:  # whatever it is, the test would fail
+            wrong[number] = f"{type(error).__name__}: {error}"
+            print(f"{case.name}: {wrong[number][:150]}", flush=True)
+    return wrong
+
+
+def dispatch_on_rank(name: str, found: outcomes.Outcome) -> None:
+    """In drawn layouts between ranks."""
+    case = test_dispatch.ALL[name]
+    with mock.patch.object(outcomes, "known", return_value=found), framework.unruled_is_an_error():
+        for seed in range(test_dispatch.DRAWS):
+            shape = test_dispatch.MESHES[seed % len(test_dispatch.MESHES)]
+            for sizes in outcomes.taken(case):
+                test_dispatch.compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
+
+
+def main() -> None:
+    import mindspore
+
+    try:
+        found = compared(find())
+    finally:
+        close_ranks()
+    counts = Counter(one.kind for one in found)
+    names = sorted({one.why for one in found if one.kind == outcomes.KERNEL and one.why.isidentifier()})
+    head = HEAD.format(
+        version=mindspore.__version__,
+        count=len(found),
+        kernels=len(names),
+        names=", ".join(names),
+        rule=counts[outcomes.RULE],
+        several=counts[outcomes.SEVERAL],
+        kernel=counts[outcomes.KERNEL],
+        absent=counts[outcomes.ABSENT],
+        gradient=counts[outcomes.GRADIENT],
+        arguments=counts[outcomes.ARGUMENTS],
+        deadly=counts[outcomes.DEADLY],
+        unheld=counts[outcomes.UNHELD],
+    )
+    rows = [outcomes.row(case, one) for case, one in zip(outcomes.EVERY, found, strict=True)]
+    outcomes.PAGE.write_text(head + "\n".join(rows) + "\n")
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()
