@@ -216,16 +216,17 @@ class _Caught:
         following = iter(shards)
         args = replaced(self.args, following)
         kwargs = {name: replaced(value, following) for name, value in self.kwargs.items()}
-        if self.op.local is None:
-            found = platform.call_where_empty(self.func, args, kwargs)
-        else:
+        func, given = self.func, args
+        if self.op.local is not None:
             factors = {choice.factor for choice in combination if choice.factor is not None}
             orders = {name: [a for a, c in enumerate(combination) if c.factor == name] for name in factors}
             plan = plan_for(self.bound, combination, self.mesh, orders)
             function = platform.operator(self.called.name)
             here = Here(self.bound, plan, self.mesh.mesh_shape, place, function)
-            arguments = self.op.arguments(self.called, args, platform.named(kwargs))
-            found = platform.call_where_empty(self.op.local, (here,), arguments)
+            kwargs = self.op.arguments(self.called, args, platform.named(kwargs))
+            func, given = self.op.local, (here,)
+        is_empty = any(0 in shard.shape for shard in shards)
+        found = platform.call_where_empty(func, given, kwargs) if is_empty else func(*given, **kwargs)
         return flat(found if isinstance(found, (list, tuple)) else [found])
 
 

@@ -17,11 +17,14 @@ from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, op
 
 
 def _getitem(input: Any, index: Any) -> Any:
-    return Tensor.__getitem__(input, index)
+    return input[index] if hasattr(input, "_plain") else Tensor.__getitem__(input, index)  # it is told of this by itself
 
 
 def _setitem(input: Any, index: Any, value: Any) -> Any:
-    Tensor.__setitem__(input, index, value)
+    if hasattr(input, "_plain"):
+        input[index] = value
+    else:
+        Tensor.__setitem__(input, index, value)
     return input
 
 
