@@ -17,7 +17,8 @@ from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, op
 
 
 def _getitem(input: Any, index: Any) -> Any:
-    return input[index] if hasattr(input, "_plain") else Tensor.__getitem__(input, index)  # it is told of this by itself
+    # A tensor that is told of its operators does it by itself.
+    return input[index] if hasattr(input, "_plain") else Tensor.__getitem__(input, index)
 
 
 def _setitem(input: Any, index: Any, value: Any) -> Any:
