@@ -160,7 +160,7 @@ _ROOMS = (F, torch, torch.Tensor, torch.linalg, *(getattr(torch._C, name) for na
 def function(name: str) -> Callable[..., Any]:
     """The function of torch that an operator's name stands for."""
     for room in _ROOMS:
-        found = getattr(room, name, None)
+        found = getattr(room, f"__{name}__" if name in ("getitem", "setitem") else name, None)
         if callable(found):
             return found
     raise AttributeError(f"torch has no operator {name!r}")
