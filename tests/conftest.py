@@ -34,7 +34,7 @@ LONGEST_FIRST = [  # by processor time, largest first: what is not here takes a 
     "distributed/test_llama_example.py",
     "distributed/test_fused.py",
     "rules/test_operators.py",
-    "rules/test_sweep.py",
+    "rules/test_sweep_torch.py",
     "docs/test_documents.py",
     "distributed/test_training.py",
     "distributed/test_transformers.py",
