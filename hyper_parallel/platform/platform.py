@@ -560,11 +560,12 @@ class Platform(ABC):
         """The same data outside the graph."""
 
     @abstractmethod
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
-        """Copies a plain tensor's elements into another in place, whatever view of memory that is; returns the tensor.
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
+        """Copies a plain tensor's elements into another in place, whatever view of memory that is."""
 
-        A change that is part of a graph may give another tensor, where the framework records none in place.
-        """
+    @abstractmethod
+    def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        """The plain tensor with the elements of another, as backward sees it too: a new one if need be."""
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager[Any]:

@@ -358,5 +358,5 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
         raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
-    hold(target, platform.copy_into(target._local, local_for(result, target._layout)))
+    hold(target, platform.changed(target._local, local_for(result, target._layout)))
     return target

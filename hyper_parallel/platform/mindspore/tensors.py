@@ -236,14 +236,19 @@ class Tensors(Platform):
     def detach(self, tensor: Any) -> Any:
         return self._like(tensor, _detached)
 
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG002
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:  # noqa: ARG002
         """Untested on hardware: on an accelerator."""
         if target.device != "CPU":
-            return target.copy_(source)
+            target.copy_(source)
+            return
+        # A copy_ into a view is lost on a CPU, or refused.
         cast = source if source.dtype == target.dtype else source.to(target.dtype)
+        self.tensor_memory(target)[...] = self.tensor_memory(cast)
+
+    def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         if self.is_recorded(target) or self.is_recorded(source):  # in place it is refused, lost or not recorded
-            return cast.copy()
-        self.tensor_memory(target)[...] = self.tensor_memory(cast)  # a copy_ into a view is lost, or refused
+            return (source if source.dtype == target.dtype else source.to(target.dtype)).copy()
+        self.copy_into(target, source, non_blocking)
         return target
 
     def is_dense(self, tensor: Any) -> bool:
@@ -422,6 +427,8 @@ def _slice_dim(x: Any, dim: int, cut: slice) -> Any:
 
 
 def _flipped(x: Any, dim: int) -> Any:
+    if 0 in x.shape:  # of which the kernel would end the process
+        return x
     if x.dtype == mindspore.bfloat16:  # no kernel on a CPU; float32 holds each of its numbers
         return mint.flip(x.to(mindspore.float32), (dim,)).to(mindspore.bfloat16)
     return mint.flip(x, (dim,))

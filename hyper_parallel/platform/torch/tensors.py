@@ -195,7 +195,10 @@ class Tensors(Platform):
     def detach(self, tensor: Any) -> Any:
         return tensor.detach()
 
-    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
+        target.copy_(source, non_blocking)
+
+    def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source, non_blocking)
 
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:

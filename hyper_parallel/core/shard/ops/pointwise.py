@@ -272,13 +272,13 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
         src = src.expand(tuple(input.shape))
     if not is_inexact(input.dtype) or not is_inexact(src.dtype):
         src = src.reduce_partial()  # such a cast is not linear
-    hold(input, platform.copy_into(input._local, local_for(src, input._layout), non_blocking))
+    hold(input, platform.changed(input._local, local_for(src, input._layout), non_blocking))
     return input
 
 
 def _zero(input: Any) -> Any:
     # Parts of zero are zero, whatever the reduction.
-    hold(input, platform.copy_into(input._local, platform.full_like(input._local, 0)))
+    hold(input, platform.changed(input._local, platform.full_like(input._local, 0)))
     return input
 
 

@@ -114,7 +114,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_copy(getattr(func, "__name__", str(func)), target)
     whole = platform.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     as_one_device(target.device_mesh, lambda: _called(func, args, kwargs, target, whole))
-    hold(target, platform.copy_into(target._local, local_for(replicated(whole, target), target._layout)))
+    hold(target, platform.changed(target._local, local_for(replicated(whole, target), target._layout)))
     return target
 
 
