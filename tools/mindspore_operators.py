@@ -42,7 +42,7 @@ have no kernel), a method is MindSpore's own. All of this is about the CPU.
 | left out: MindSpore's ends the process | {deadly} |
 | left out: it runs, but not as on one device; of some MindSpore's own is wrong, others are to be mended | {unheld} |
 
-CI calls all of them on MindSpore and compares with this page; what is left out here, and nothing else, is left out of
+`make test-mindspore` calls all of them and compares with this page; what is left out here is left out of
 the tests.
 
 ## Operators without a CPU kernel
