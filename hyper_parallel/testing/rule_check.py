@@ -37,8 +37,8 @@ from hyper_parallel.platform.transform import chunk_sizes
 Array = Any
 Mesh = tuple[int, ...]
 MESHES: tuple[Mesh, ...] = ((2,), (4,), (2, 2))
-# MindSpore takes a number that a tensor is multiplied by as a float32, and its layer norm computes in that.
-_TOLERANCES = {PlatformType.PYTORCH: 1e-9, PlatformType.MINDSPORE: 1e-5}
+# MindSpore takes a number that a tensor is multiplied by as a float32.
+_TOLERANCES = {PlatformType.PYTORCH: 1e-9, PlatformType.MINDSPORE: 1e-6}
 
 
 def check_rule(
