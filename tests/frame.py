@@ -11,6 +11,7 @@ IS_TORCH = platform.platform_type is PlatformType.PYTORCH
 if IS_TORCH:
     import torch
 else:
+    import at_once  # noqa: F401 - for what it does
     import mindspore
 
     from hyper_parallel.platform.mindspore import private

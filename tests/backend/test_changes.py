@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of tensors in place: what is seen of them in memory, and in backward."""
 
+import warnings
+
 import frame
 import numpy as np
 
+from hyper_parallel import DTensor, Shard, distribute_tensor, init_device_mesh
 from hyper_parallel.platform import get_platform
+from hyper_parallel.testing import on_ranks
 
 platform = get_platform()
 
@@ -32,3 +36,21 @@ def test_a_copy_into_a_leaf_changes_its_memory():
     with platform.no_grad():
         platform.copy_into(x, frame.tensor(np.array([1.0, 2.0])))
     frame.equal(platform.detach(x), np.array([1.0, 2.0]))
+
+
+def overwritten(values, others):
+    """Has no rule, and changes what it gets."""
+    values[0] = 7.0
+    return others + 1
+
+
+@on_ranks(2)
+def test_what_a_function_without_a_rule_changes_is_kept():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    values, others = (distribute_tensor(frame.tensor(np.arange(6.0).reshape(3, 2)), mesh, [Shard(0)]) for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is run on whole tensors
+        result = DTensor.dispatch(overwritten, (values, others), {})
+    frame.equal(values.full_tensor(), np.array([[7.0, 7.0], [2.0, 3.0], [4.0, 5.0]]))
+    frame.equal(others.full_tensor(), np.arange(6.0).reshape(3, 2))
+    frame.equal(result.full_tensor(), np.arange(6.0).reshape(3, 2) + 1)

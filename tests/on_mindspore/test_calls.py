@@ -4,6 +4,7 @@
 Each is tried with its first operand cut along every dim, in uneven pieces, and with none cut.
 """
 
+import at_once  # noqa: F401 - for what it does
 import mindspore
 import numpy as np
 import pytest

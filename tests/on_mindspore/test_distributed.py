@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed tensors of MindSpore on real ranks: gradients, changes in place, parameters, what does not mix."""
 
+import at_once  # noqa: F401 - for what it does
 import mindspore
 import numpy as np
 import pytest

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators of MindSpore by their rules: every choice of every axis against the plain operator, ranks simulated."""
 
+import at_once  # noqa: F401 - for what it does
 import mindspore
 import mindspore.mint.nn.functional as F  # noqa: N812 - everyone's name for it
 import numpy as np
@@ -8,8 +9,6 @@ import pytest
 from mindspore import mint, ops
 
 from hyper_parallel.testing import check_rule
-
-mindspore.set_context(pynative_synchronize=True)  # errors come from the line that made them
 
 RNG = np.random.default_rng(0)
 X, Y, Z = RNG.standard_normal((5, 6)), RNG.standard_normal((5, 6)), RNG.standard_normal((3, 5, 6))

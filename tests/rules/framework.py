@@ -64,11 +64,10 @@ if IS_TORCH:
             how = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": equal_nan}
             torch.testing.assert_close(mine, true, msg=lambda m: f"{told}: {m}", **how)
 else:
+    import at_once  # noqa: F401 - for what it does
     import mindspore
     import numpy as np
     from mindspore import mint
-
-    mindspore.runtime.launch_blocking()  # errors come from the line that made them
 
     # What the operators of functions are called that have another name than they.
     SPELLED = {"nn.functional.unfold": "im2col", "nn.functional.fold": "col2im"}

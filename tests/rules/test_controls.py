@@ -1,34 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controls: what is broken on purpose, in a rule, a local function or a stage, is found by the checks."""
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 from rules.cases import CASES, COMPOSITES
+from rules.faults import is_found, itself, takes
 from rules.framework import unruled_is_an_error
-from rules.operators import check
 from rules.outcomes import found_here, known
+from rules.test_controls_of_sequences import BROKEN as OF_SEQUENCES
 from rules.test_dispatch import compare
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.ops import losses, norms, reductions, stages
-from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
 from hyper_parallel.core.shard.rule import Rule, einsum, pointwise, reduction
 from hyper_parallel.testing import run_ranks
 
-ALIKE = {"a": 4, "b": 4, "c": 4}  # no shape gives the fault away
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
-
-
-def takes(text, *names, **settings):
-    """A rule for operands that are not the first parameters."""
-    return lambda **arguments: Ruled(Rule(text, **settings), operands=[arguments[name] for name in names])
-
-
-def itself(here, **arguments):
-    """The operator on the shard, as if that were the whole."""
-    return here.function(**arguments)
 
 
 def shorter(here, input, normalized_shape, **more):  # noqa: A002 - as torch calls it
@@ -119,18 +107,12 @@ BROKEN = [  # the case, the operator, what is broken in it, why that is wrong
         "not linear in the keys",
     ),
 ]
-HERE = found_here(BROKEN)
+HERE = found_here([*BROKEN, *OF_SEQUENCES])
 
 
 @pytest.mark.parametrize(("name", "operator", "broken", "why"), HERE, ids=[f"{row[0]}: {row[3]}" for row in HERE])
 def test_a_broken_rule_or_local_function_is_found(name, operator, broken, why):
-    check(ALL[name], ALIKE)
-    # A target that is not among a shard's classes is an IndexError.
-    with (
-        mock.patch.dict(OPERATORS, {operator: replace(OPERATORS[operator], **broken)}),
-        pytest.raises((AssertionError, IndexError)),
-    ):
-        check(ALL[name], ALIKE)
+    is_found(ALL[name], operator, broken, IndexError, RuntimeError)  # as for a target that is no class of the shard
 
 
 # --- between real ranks: what has no rule of its own

@@ -244,6 +244,10 @@ class Layout:
             return tuple(shape)
         return tuple(sum(size for _, size in spans) for spans in self.spans_of(shape, coordinate))
 
+    def is_empty_somewhere(self, shape: Sequence[int]) -> bool:
+        """Whether some rank has nothing of a tensor of that shape: the last one, if any."""
+        return 0 in self.local_shape(shape, [size - 1 for size in self.mesh_shape])
+
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """What this rank has of a tensor of that shape."""
         return tuple(slice(offset, offset + size) for offset, size in self.shard_of(shape))

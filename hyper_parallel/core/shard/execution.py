@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+
+import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -69,7 +72,7 @@ class Planned:
         self._inplace = inplace
         changes = [move is not None and move[0] is not t._layout for move, t in zip(moves, tensors, strict=True)]
         self._copy_of = self._called.name if self._op.view and changes and changes[0] else None
-        self._empty = any(_empty_somewhere(layout, shape) for layout, shape in self._pieces(tensors))
+        self._empty = any(layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors))
         ready = None
         if self._here is not None and self._op.ready is not None:
             ready = self._op.ready(self._here, **self._op.arguments(self._called, args, platform.named(kwargs)))
@@ -245,11 +248,6 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     return platform.tied(result, operands) if platform.is_floating_point(result) else result
 
 
-def _empty_somewhere(layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether some rank has nothing of a tensor: the last one, if any."""
-    return 0 in layout.local_shape(shape, [size - 1 for size in layout.mesh_shape])
-
-
 def _each(shape: Any, layout: Any) -> Any:
     return shape if isinstance(layout, tuple) else (shape,)
 
@@ -300,11 +298,11 @@ class Whole:
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
             wholes[0] = platform.operator("clone")(wholes[0])  # in the graph
-        shards, before = iter(wholes), [platform.version_of(whole) for whole in wholes]
+        shards, before = iter(wholes), [_fingerprint(whole) for whole in wholes]
         args, kwargs = replaced(args, shards), {name: replaced(value, shards) for name, value in kwargs.items()}
         result = as_one_device(self._mesh, lambda: self._func(*args, **kwargs))  # it may draw random numbers
         for tensor, whole, version in list(zip(tensors, wholes, before, strict=True))[self._inplace :]:
-            if whole is not tensor._local and platform.version_of(whole) != version:  # such as running statistics
+            if whole is not tensor._local and _fingerprint(whole) != version:  # such as running statistics
                 refuse_copy(self._called.name, tensor)
                 copied_back(tensor, self._wrapped(whole))
         result = platform.apply_to_tensors(self._wrapped, result)
@@ -312,6 +310,14 @@ class Whole:
 
     def _wrapped(self, local: Any) -> DTensor:
         return on_all_ranks(local, self._mesh)
+
+
+def _fingerprint(whole: Any) -> int | None:
+    """What is another after the tensor has been changed in place."""
+    version = platform.version_of(whole)
+    if version is not None or platform.is_meta(whole):
+        return version
+    return zlib.crc32(np.ascontiguousarray(platform.tensor_to_numpy(whole)).data)
 
 
 class Back:

@@ -384,7 +384,9 @@ def _to_pieces(x: Any, dim: int, count: int) -> Any:
 
 
 def _from_pieces(pieces: Any, dim: int) -> Any:
-    return mint.cat(tuple(pieces[i] for i in range(pieces.shape[0])), dim)
+    count, *piece = pieces.shape
+    beside = pieces.permute((*range(1, dim + 1), 0, *range(dim + 1, pieces.ndim)))
+    return beside.reshape((*piece[:dim], count * piece[dim], *piece[dim + 1 :]))
 
 
 class _SyncHook(Function):

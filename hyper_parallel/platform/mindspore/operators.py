@@ -128,7 +128,7 @@ _TABLE = [
     ("addcdiv", "AddcdivExt", "input, tensor1, tensor2, value"),
     ("clamp", "ClampScalar ClampTensor", "input, min, max"),
     ("where", "Select", "condition, input, other"),
-    ("masked_fill", "MaskedFill MaskedFillScalar", "input, mask, value"),
+    ("masked_fill", "MaskedFill MaskedFillScalar MaskedFillTensor", "input, mask, value"),
     ("to", "ToDtype Cast", "input, dtype"),
     ("copy", "Copy", "input, src, non_blocking"),
     ("zeros_like", "ZerosLike ZerosLikeExt", "input, dtype"),
@@ -315,7 +315,9 @@ def called(func: Any) -> Called:
         return Called(func.name, inplace, None)
     name = getattr(func, "__name__", type(func).__name__)
     known = _SPELLED.get(func) or next((key for key, one in FUNCTIONS.items() if one is func), None)
-    return Called(known or name.removesuffix("_ext"), False, _parameters(func, is_ours=known in FUNCTIONS))
+    inplace = known is None and name.endswith("_") and not name.endswith("__")
+    bare = name.removesuffix("_") if inplace else name.removesuffix("_ext")
+    return Called(known or bare, inplace, _parameters(func, is_ours=known in FUNCTIONS))
 
 
 def _parameters(func: Any, is_ours: bool) -> tuple[str, ...] | None:

@@ -419,8 +419,8 @@ def _sizes(size: Any) -> tuple[int, ...]:
 def _slice_dim(x: Any, dim: int, cut: slice) -> Any:
     first, last, step = cut.indices(x.shape[dim])
     count = len(range(first, last, step))
-    if not count:
-        return mint.narrow(x, dim, 0, 0)
+    if not count or 0 in x.shape:  # where backward of a slice fails
+        return mint.split(x, [count, x.shape[dim] - count], dim)[0]
     if step < 0:  # MindSpore has no negative steps: the same elements from the other end, turned round
         return _flipped(_slice_dim(x, dim, slice(first + (count - 1) * step, first + 1, -step)), dim)
     return x[(slice(None),) * dim + (slice(first, last, step),)]

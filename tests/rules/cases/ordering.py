@@ -44,7 +44,7 @@ def spread(x):
 COMPOSITES = [
     op("topk of many", lambda x: best(x, 1, dim=0), "cb"),
     op("topk of many, smallest", lambda x: best(x, 2, dim=-1, largest=False), "a9"),
-    op("topk of even pieces", lambda x: torch.topk(x, 3, dim=1), "ac", sizes=("even",)),
+    op("topk of even pieces", lambda x: torch.topk(x, 2, dim=1), "ac", sizes=("even",)),
     op("topk of ties", lambda x: best(x, 2, dim=1), "ab", ints={0: 3}),
     op("topk of what is no number", lambda x: spread(x).topk(1, 0)[0], "ca", ints={0: 5}),
     op("topk of no number, smallest", lambda x: spread(x).topk(2, 0, largest=False)[0], "8a", ints={0: 5}),

@@ -137,7 +137,7 @@ def _looked_up(input: Any, dim: int, index: Any) -> Any:
     rows = platform.operator("where")(index < 0, index + size, index)
     if len(index.shape) == 1:
         return input.index_select(dim, rows)
-    return input.index_select(dim, rows.reshape(-1)).unflatten(dim, tuple(index.shape))
+    return platform.operator("unflatten")(input.index_select(dim, rows.reshape(-1)), dim, tuple(index.shape))
 
 
 def index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
@@ -270,14 +270,17 @@ def _layout_of_value(input: Any, ranges: Sequence[_Range]) -> tuple[Layout, tupl
 
 
 def _assign_by_tensors(input: Any, items: Sequence[Any], value: Any) -> None:
-    """What is basic is read, changed and written; without any, and with the indexed dims whole, it is done in place."""
+    """What is basic is read, changed and written; without any, and with the indexed dims whole, it is done in place.
+
+    Not where a rank has nothing to change: its part of the graph would be another than that of the others.
+    """
     value = _filled(value, input).to(input.dtype)
     basic = tuple(ALL if isinstance(item, DTensor) else item for item in items)
     left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]
     at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
     if any(item != ALL for item in basic):
         _setitem(input, basic, put(input[basic], tuple(at), list(at.values()), value))
-    elif input._layout.is_partial() or is_cut(input, tuple(at)):
+    elif input._layout.is_partial() or is_cut(input, tuple(at)) or input._layout.is_empty_somewhere(input.shape):
         input.copy_(put(input, tuple(at), list(at.values()), value))
     else:
         DTensor.dispatch(put_at_, (input, tuple(at), list(at.values()), value), {})
