@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 MINDSPORE_STAMP := .venv/.mindspore-installed
 
-.PHONY: help demo tour test test-mindspore check format docs operators bench fuzz kills clean
+.PHONY: help demo tour test test-mindspore thorough check format docs operators bench fuzz kills clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -13,6 +13,7 @@ help:  ## what there is
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
 MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard hyper_parallel/core/*/*.c)
 
@@ -35,11 +36,15 @@ demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it
 tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
-test: check  ## formatting, lint, types and all tests on PyTorch
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: $(MINDSPORE_STAMP) check  ## formatting, lint, types and all tests, on PyTorch and on MindSpore
+	$(PYTEST)
+	$(MAKE) test-mindspore
 
 test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and those of both frameworks together
-	HYPER_PARALLEL_PLATFORM=mindspore GLOG_v=3 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	HYPER_PARALLEL_PLATFORM=mindspore GLOG_v=3 $(PYTEST)
+
+thorough: export HYPER_PARALLEL_THOROUGH := 1
+thorough: test  ## the same with more that is drawn at random, and every combination: half an hour and more
 
 check: $(STAMP)  ## formatting, lint, types, generated documentation
 	$(BIN)/ruff format --check

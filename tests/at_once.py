@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importing this makes MindSpore run each operator at once: errors come from their line, and no threads spin for more.
 
-By default it runs them in the background, as users do in the examples and programs that the tests start.
+By default it runs them in the background; tests/on_mindspore/test_distributed.py does so, as users do.
 """
 
 import mindspore

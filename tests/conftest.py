@@ -20,7 +20,7 @@ collect_ignore = {
 collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.py"]
 
 if FRAMEWORK == "torch":
-    preload("hypothesis", "torch._dynamo")  # optimizers import the second
+    preload("hypothesis", "torch._dynamo", "torch.distributed.tensor")  # which optimizers and assert_close import
 
 
 @pytest.fixture(scope="session", autouse=True)

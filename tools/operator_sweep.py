@@ -213,7 +213,7 @@ def tensors_in(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def placements_of(tensors: Sequence[torch.Tensor], draws: random.Random) -> list[tuple[Placed, ...]]:
+def placements_of(tensors: Sequence[torch.Tensor], draws: random.Random, most: int) -> list[tuple[Placed, ...]]:
     """All placements of each argument beside copies of the others, and combinations of them."""
     options = [[None, *range(t.dim()), *(["partial"] if adds_up(t) else [])] for t in tensors]
     found = [tuple(None for _ in tensors)]
@@ -222,7 +222,7 @@ def placements_of(tensors: Sequence[torch.Tensor], draws: random.Random) -> list
     if len(tensors) > 1 and sum(tensor.numel() for tensor in tensors) < LARGE:
         everything = itertools.islice(itertools.product(*options), 1000)
         combined = [places for places in everything if sum(place is not None for place in places) > 1]
-        found += draws.sample(combined, min(len(combined), max(4, MOST_PLACEMENTS - len(found))))
+        found += draws.sample(combined, min(len(combined), max(4, most - len(found))))
     return found
 
 
@@ -353,8 +353,8 @@ def in_double(sample: Any) -> Any:
 class Sweep:
     """The sweep of some operators on one rank."""
 
-    def __init__(self, library: str) -> None:
-        self._library = LIBRARIES[library]()
+    def __init__(self, library: str, placements: int) -> None:
+        self._library, self._placements = LIBRARIES[library](), placements
         self._rank = torch.distributed.get_rank()
 
     def over(self, name: str, op: Any, most: int | None) -> Found:
@@ -381,7 +381,7 @@ class Sweep:
         found.samples += 1
         is_random = "empty" in name or bool(difference(again, expected, CLOSE, random_values=False))
         tensors = tensors_in(sample)
-        for places in placements_of(tensors, random.Random(number)):
+        for places in placements_of(tensors, random.Random(number), self._placements):
             outcome, told = self._compare(op, sample, places, expected, is_random, backward)
             if outcome not in ("sharded", "replicated"):
                 told = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}: {told}"
@@ -434,30 +434,37 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def sweep_on_rank(library: str, names: Sequence[str], most: int | None) -> dict[str, Found]:
+def sweep_on_rank(
+    library: str, names: Sequence[str], most: int | None, placements: int = MOST_PLACEMENTS
+) -> dict[str, Found]:
     """The sweep of these operators on this rank."""
     torch.set_num_threads(1)
     known = entries()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sweep = Sweep(library)
+        sweep = Sweep(library, placements)
         return {name: sweep.over(name, known[name], most) for name in names}
 
 
-def sweep(library: str, names: Sequence[str], most: int | None = None) -> dict[str, Found]:
-    """The sweep of these operators, between two ranks; one that takes the ranks with it is found by itself."""
+def sweep(
+    library: str, names: Sequence[str], most: int | None = None, placements: int = MOST_PLACEMENTS
+) -> dict[str, Found]:
+    """The sweep of these operators, between two ranks; one that takes the ranks with it is found by itself.
+
+    ``most``: samples of each operator; ``placements``: of a sample's arguments together, where there are more.
+    """
     together = GROUP if library == "ours" else 1
     found: dict[str, Found] = {}
     for start in range(0, len(names), together):
         group = list(names[start : start + together])
         try:
-            found |= _both(library, group, most)
+            found |= _both(library, group, most, placements)
         except RankError as error:
             if len(group) == 1:
                 found[group[0]] = _lost(error)
             else:
                 for name in group:
-                    found |= sweep(library, [name], most)
+                    found |= sweep(library, [name], most, placements)
     return found
 
 
@@ -467,11 +474,11 @@ def _lost(error: RankError) -> Found:
     return lost
 
 
-def _both(library: str, names: Sequence[str], most: int | None) -> dict[str, Found]:
+def _both(library: str, names: Sequence[str], most: int | None, placements: int) -> dict[str, Found]:
     """What both ranks saw; what is wrong on one is wrong."""
     # Alone, ranks that do nothing for some seconds are lost; many together may have to wait for a core.
     timeout = 60 * len(names) if len(names) > 1 else None
-    first, second = run_ranks(sweep_on_rank, 2, library, names, most, timeout=timeout)
+    first, second = run_ranks(sweep_on_rank, 2, library, names, most, placements, timeout=timeout)
     for name, other in second.items():
         for outcome in ("wrong", "crashed"):
             if other.outcomes[outcome] > first[name].outcomes[outcome]:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import own_indices
+from thorough import THOROUGH
 
 from hyper_parallel import DTensor, FusedShard, get_platform
 from hyper_parallel.core.distributed_checkpoint import load, save
@@ -98,7 +99,7 @@ def load_here(folder, tensors):
         assert bits(state[str(n)]) == bits(wanted), (n, kind, told)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100 if THOROUGH else 30, deadline=None)
 @given(cases())
 def test_any_layout_to_any_layout(tmp_path_factory, case):
     before, after, tensors = case

@@ -11,6 +11,7 @@ import warnings
 
 import frame
 import pytest
+from thorough import THOROUGH
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
@@ -227,10 +228,10 @@ SESSION = """
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [([], "1 failed, 2 passed"), (["-x"], "1 failed, 1 passed"), (["-k", "last"], "1 passed, 2 deselected")],
-)
+SESSIONS = [([], "1 failed, 2 passed"), (["-x"], "1 failed, 1 passed"), (["-k", "last"], "1 passed, 2 deselected")]
+
+
+@pytest.mark.parametrize(("options", "counts"), SESSIONS if THOROUGH else SESSIONS[:1])
 def test_as_pytest_users_run_it(tmp_path, options, counts):
     (tmp_path / "test_session.py").write_text(textwrap.dedent(SESSION))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]

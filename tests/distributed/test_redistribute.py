@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts_on, meshes, own_indices, split_up
+from thorough import THOROUGH
 
 from hyper_parallel import distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.collectives import redistribute
@@ -129,7 +130,7 @@ def nonlinear_share(source, target, shards, place):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_any_layout_to_any_other(ranks):
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=80 if THOROUGH else 25, deadline=None, derandomize=True)
     @given(meshes(ranks).flatmap(lambda mesh: layouts_on(mesh, count=2, longest=3)), st.integers(0, 1000))
     def property_holds(drawn, seed):
         check(*drawn, seed)

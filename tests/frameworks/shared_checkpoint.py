@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes or reads a checkpoint of random bits in every dtype that both frameworks have, in one framework on one mesh.
+"""Writes or reads checkpoints of random bits in every dtype that both frameworks have, in one framework on meshes.
 
-python tests/frameworks/shared_checkpoint.py mindspore save 3 1 FOLDER      3 ranks, cut along dim 1
-python tests/frameworks/shared_checkpoint.py torch load 2 0 FOLDER          fails unless every bit is as written
+python tests/frameworks/shared_checkpoint.py mindspore save,3,1,FOLDER      3 ranks, cut along dim 1
+python tests/frameworks/shared_checkpoint.py torch load,2,0,FOLDER          fails unless every bit is as written
 """
 
 import os
@@ -56,11 +56,14 @@ def on_this_rank(what, ranks, dim, folder):
 
 
 def main():
-    framework, what, ranks, dim, folder = sys.argv[1:]
+    framework, *tasks = sys.argv[1:]
     os.environ["HYPER_PARALLEL_PLATFORM"] = framework
     from hyper_parallel.testing import close_ranks, run_ranks
 
-    run_ranks(on_this_rank, int(ranks), what, int(ranks), int(dim), folder, timeout=300)
+    for task in tasks:
+        what, ranks, dim, folder = task.split(",")
+        run_ranks(on_this_rank, int(ranks), what, int(ranks), int(dim), folder, timeout=300)
+        print(task)
     close_ranks()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed tensors of MindSpore on real ranks: gradients, changes in place, parameters, what does not mix."""
+"""Distributed tensors of MindSpore on real ranks: gradients, changes in place, parameters, what does not mix.
 
-import at_once  # noqa: F401 - for what it does
+Operators run in the background here, as they do for users; the ranks of other tests run them at once.
+"""
+
 import mindspore
 import numpy as np
 import pytest
@@ -20,7 +22,23 @@ from hyper_parallel import (
     parallelize_module,
 )
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.testing import on_ranks
+from hyper_parallel.testing import close_ranks, on_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_their_own():
+    """The first operator of a process decides for good how all of them run."""
+    close_ranks()
+    yield
+    close_ranks()
+
+
+@on_ranks(2)
+def test_operators_run_in_the_background():
+    outside = Tensor(np.array([[5, 0]]))
+    found = ops.gather_elements(Tensor(draw(2, 2)), 0, outside)
+    with pytest.raises(RuntimeError, match="GatherD"):
+        found.asnumpy()
 
 
 def draw(*shape, seed=0):

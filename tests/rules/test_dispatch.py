@@ -10,14 +10,14 @@ from rules.cases import CASES, COMPOSITES
 from rules.framework import IS_TORCH, gradients, same, unruled_is_an_error, weight_of, weighted
 from rules.operators import flat, leaf, like
 from rules.outcomes import drawn, taken, that_run
+from thorough import THOROUGH
 
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
 from hyper_parallel.testing import run_ranks
 
 MESHES = [(4,), (2, 2)]
-# Layouts for each case and sizes, on one mesh after the other; elsewhere it is the local functions that are tried.
-SEEDS = (0, 1) if IS_TORCH else (0,)
+SEEDS = (0, 1) if THOROUGH else (0,)  # layouts for each case and sizes, on one mesh after the other
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
 GROUP = 12 if IS_TORCH else 24  # cases for each job: starting the ranks' world costs more than a case
 
@@ -77,9 +77,11 @@ def compare(case, sizes, base, seed):
 def on_rank(names):
     count = 0
     with unruled_is_an_error():
-        for name, seed in itertools.product(names, SEEDS):
-            shape, case = MESHES[seed % len(MESHES)], ALL[name]
+        for (number, name), seed in itertools.product(enumerate(names), SEEDS):
+            case = ALL[name]
             for sizes in taken(case):
+                # Elsewhere it is the local functions that are tried, on empty shards too.
+                shape = MESHES[(number + count + seed) % len(MESHES)] if IS_TORCH else MESHES[0]
                 compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
                 count += 1
     return count

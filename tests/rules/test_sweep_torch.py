@@ -11,6 +11,7 @@ from layouts import split_for
 from rules.cases import CASES, COMPOSITES
 from rules.operators import SIZES, draw, flat, leaf, like
 from rules.test_dispatch import some_layout
+from thorough import THOROUGH
 
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -27,7 +28,7 @@ NAMES = list(PAGE)  # torch's database takes seconds to import, which only the r
 
 @pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
 def test_every_operator_of_torch_does_what_the_page_says(names):
-    for name, found in sweep("ours", names, most=1).items():
+    for name, found in sweep("ours", names, most=1, placements=24 if THOROUGH else 8).items():
         assert not any(found.outcomes[bad] for bad in operators.BAD), (name, found.notes)
         assert set(found.outcomes) <= PAGE[name], f"{name}: {found.outcomes}; run make operators"
 
@@ -51,7 +52,7 @@ def called_by_the_cases():
     warnings.simplefilter("ignore")
     base = Layout((2,), ("x",))
     for case in [*CASES, *COMPOSITES]:
-        for seed in range(3):
+        for seed in range(3 if THOROUGH else 1):
             rng = np.random.default_rng(seed)
             arrays = draw(case, SIZES["uneven" if "uneven" in (case.sizes or ("uneven",)) else case.sizes[0]], rng)
             tensors = []
