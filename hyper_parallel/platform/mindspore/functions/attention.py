@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, refuse, rows
+from hyper_parallel.platform.mindspore.functions.shared import matmul, mint, numbers, ops, refuse, rows
 
 
 def _attention(
@@ -31,14 +31,14 @@ def _attention(
         heads = np.repeat(np.arange(key.shape[-3]), query.shape[-3] // key.shape[-3])
         key, value = rows(key, heads, -3), rows(value, heads, -3)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = mint.matmul(query * numbers(query, factor), mint.transpose(key, -1, -2))
+    scores = matmul(query * numbers(query, factor), mint.transpose(key, -1, -2))
     if is_causal:
         attn_mask = Tensor(np.tri(scores.shape[-2], scores.shape[-1], dtype=bool))
     if attn_mask is not None and attn_mask.dtype == mindspore.bool_:
         scores = scores.masked_fill(mint.logical_not(attn_mask), float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return mint.matmul(safe_softmax(scores, -1), value)
+    return matmul(safe_softmax(scores, -1), value)
 
 
 def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:

@@ -22,6 +22,8 @@ def _ends(input: Any, dim: int) -> tuple[Any, Any]:
 
 
 def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    if n == 0:  # nothing is put beside it then
+        return input
     parts = [part for part in (prepend, input, append) if part is not None]
     input = mint.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(n):

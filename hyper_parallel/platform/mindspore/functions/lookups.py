@@ -55,7 +55,14 @@ def _gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> A
 
 
 def _one_hot(input: Any, num_classes: int = -1) -> Any:
+    num_classes = int(mint.max(input)) + 1 if num_classes == -1 else num_classes
     return ops.one_hot(input, num_classes).astype(mindspore.int64)
+
+
+def _take(input: Any, index: Any) -> Any:
+    """The elements at places among all."""
+    size = input.size
+    return rows(shaped(input, (-1,)), shaped(mint.where(index < 0, index + size, index), (-1,)), 0).reshape(index.shape)
 
 
 def _searchsorted(
@@ -207,6 +214,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "index_select": lambda input, dim, index: rows(input, index, dim),
     "gather": _gather,
     "one_hot": _one_hot,
+    "take": _take,
     "searchsorted": _searchsorted,
     "bucketize": _bucketize,
     "isin": _isin,

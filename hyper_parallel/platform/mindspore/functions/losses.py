@@ -8,6 +8,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from mindspore import Tensor
+
 from hyper_parallel.platform.mindspore.functions.norms import FUNCTIONS as NORMS
 from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
 from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, shaped
@@ -250,7 +253,13 @@ def _nll(
     dim = 0 if len(input.shape) == 1 else 1
     weights, safe = _of_targets(input, target, weight, ignore_index)
     picked = mint.squeeze(mint.gather(input, dim, mint.unsqueeze(safe, dim)), dim)
-    return _mean_by_weight(-picked * weights, weights, _old(reduction, size_average, reduce))
+    loss = _counted(-picked * weights, target, ignore_index)
+    return _mean_by_weight(loss, weights, _old(reduction, size_average, reduce))
+
+
+def _counted(loss: Any, target: Any, ignore_index: int) -> Any:
+    """The losses of targets that count; the others' are zero, and so are their gradients, whatever arrives there."""
+    return mint.where(target != ignore_index, loss, ops.zeros((), loss.dtype))
 
 
 def _of_targets(input: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
@@ -290,10 +299,37 @@ def _cross_entropy(
     found = _nll(logs, target, weight, None, ignore_index, None, reduction)
     if not label_smoothing:
         return found
-    counts = (target != ignore_index).astype(input.dtype)
     weights, _ = _of_targets(input, target, weight, ignore_index)
-    spread = _mean_by_weight(-mint.sum(across, dim) * counts, weights, reduction)
+    spread = _mean_by_weight(_counted(-mint.sum(across, dim), target, ignore_index), weights, reduction)
     return found * numbers(found, 1 - label_smoothing) + spread * numbers(found, label_smoothing / classes)
+
+
+def _ctc(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    input_lengths, target_lengths = (
+        one if isinstance(one, Tensor) else Tensor(np.asarray(one, np.int64)) for one in (input_lengths, target_lengths)
+    )
+    if len(targets.shape) == 1:  # those of all, one after the other
+        targets = _row_by_row(targets, target_lengths)
+    loss = ops.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)[0]
+    if reduction == "mean":
+        loss = loss / mint.clamp(target_lengths.astype(loss.dtype), min=1)
+    return _reduced(loss, reduction)
+
+
+def _row_by_row(targets: Any, lengths: Any) -> Any:
+    """A row for each of the batch, filled up with zeros, which do not count."""
+    counts, values = lengths.asnumpy(), targets.asnumpy()
+    found = np.zeros((len(counts), max(1, *counts)), values.dtype)
+    found[np.arange(found.shape[1]) < counts[:, None]] = values[: counts.sum()]
+    return Tensor(found)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -315,4 +351,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "multi_margin_loss": _multi_margin,
     "nll_loss": _nll,
     "cross_entropy": _cross_entropy,
+    "ctc_loss": _ctc,
 }

@@ -41,6 +41,26 @@ def _tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
     return _split_with_sizes(input, sizes, dim)
 
 
+def _split_evenly(find: Callable[[int], int]) -> Callable[..., Any]:
+    """tensor_split along a dim that depends on the number of dims, into equal parts or at places."""
+
+    def run(input: Any, indices: Any) -> Any:
+        dim = find(len(input.shape))
+        if isinstance(indices, int) and (indices <= 0 or input.shape[dim] % indices):
+            raise ValueError(f"a dim of size {input.shape[dim]} cannot be split into {indices} equal parts")
+        return _tensor_split(input, indices, dim)
+
+    return run
+
+
+def _cartesian_prod(*input: Any) -> Any:
+    if len(input) == 1:
+        return input[0]
+    shape = tuple(len(one) for one in input)
+    grids = (shaped(one, [-1 if d == i else 1 for d in range(len(shape))]) for i, one in enumerate(input))
+    return ops.stack([shaped(mint.broadcast_to(grid, shape), (-1,)) for grid in grids], 1)
+
+
 def _unflatten(input: Any, dim: int, sizes: Sequence[int]) -> Any:
     shape = tuple(input.shape)
     dim %= len(shape)
@@ -110,6 +130,15 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
     return input
 
 
+def _padded(input: Any, sides: Sequence[int], value: Any) -> Any:
+    return pad(input, sides, value=value)
+
+
+def _broadcast_tensors(tensors: Sequence[Any]) -> Any:
+    shape = np.broadcast_shapes(*(tuple(one.shape) for one in tensors))
+    return tuple(mint.broadcast_to(one, shape) for one in tensors)
+
+
 def _framed(input: Any, dim: int, before: int, after: int, value: Any) -> Any:
     if before < 0 or after < 0:
         start = max(-before, 0)
@@ -156,6 +185,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "unbind": lambda input, dim=0: tuple(_select(input, dim, i) for i in range(input.shape[dim])),
     "select": _select,
     "tensor_split": _tensor_split,
+    "hsplit": _split_evenly(lambda ndim: min(1, ndim - 1)),
+    "vsplit": _split_evenly(lambda _: 0),
+    "dsplit": _split_evenly(lambda _: 2),
+    "cartesian_prod": _cartesian_prod,
     "unflatten": _unflatten,
     "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
@@ -169,6 +202,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "diag_embed": _diag_embed,
     "trace": _trace,
     "tril": ops.tril,
+    "broadcast_tensors": lambda *tensors: _broadcast_tensors(tensors),
+    "constant_pad_nd": lambda input, pad, value=0: _padded(input, pad, value),
     "expand": lambda input, *size: input.expand(*size),
     "broadcast_to": lambda input, size: mint.broadcast_to(input, size),
 }

@@ -7,10 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mindspore
 import numpy as np
 
-from hyper_parallel.platform.mindspore import empty
 from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
 from hyper_parallel.platform.mindspore.functions.shared import along, dims_of, mint, numbers, ops, shaped
 
@@ -20,14 +18,7 @@ vector_norm = REDUCTIONS["vector_norm"]
 def _layer_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    begin = len(input.shape) - len(normalized_shape)
-    weight = ops.ones(tuple(normalized_shape), input.dtype) if weight is None else weight
-    bias = ops.zeros(tuple(normalized_shape), input.dtype) if bias is None else bias
-    return empty.run("LayerNorm", _by_kernel, (input, weight, bias, begin, eps), {}, is_fine=False)
-
-
-def _by_kernel(input: Any, weight: Any, bias: Any, begin: int, eps: float) -> Any:
-    return mindspore.ops.LayerNorm(begin, begin, eps)(input, weight, bias)[0]
+    return _native_layer_norm(input, normalized_shape, weight, bias, eps)[0]  # the kernel rounds to float32
 
 
 _EPSILON = {"Float64": 2.0**-52, "Float16": 2.0**-10, "BFloat16": 2.0**-7}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A002, A006, PLW0108 - operands have the names that the rules give them
+# ruff: noqa: A001, A002, A006, PLW0108 - operands have the names that the rules give them
 """Products of matrices and vectors, all of them by ``matmul``, which has a kernel on every device."""
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, shaped
+import numpy as np
+
+from hyper_parallel.platform.mindspore.functions.shared import dims_of, matmul, mint, numbers, ops, refuse, rows, shaped
 
 
 def _dot(input: Any, tensor: Any) -> Any:
@@ -29,11 +31,11 @@ def _added(product: Any, input: Any, beta: Any, alpha: Any) -> Any:
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(mint.matmul(mat1, mat2), input, beta, alpha)
+    return _added(matmul(mat1, mat2), input, beta, alpha)
 
 
 def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(mint.matmul(mat, vec), input, beta, alpha)
+    return _added(matmul(mat, vec), input, beta, alpha)
 
 
 def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -41,11 +43,11 @@ def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) ->
 
 
 def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(mint.sum(mint.matmul(batch1, batch2), 0), input, beta, alpha)
+    return _added(mint.sum(matmul(batch1, batch2), 0), input, beta, alpha)
 
 
 def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    return _added(mint.matmul(batch1, batch2), input, beta, alpha)
+    return _added(matmul(batch1, batch2), input, beta, alpha)
 
 
 def _inner(input: Any, other: Any) -> Any:
@@ -64,7 +66,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     count = math.prod(wide)
     first = mint.broadcast_to(mint.permute(a, (*kept[0], *left)), (*sizes[0], *wide))
     second = mint.broadcast_to(mint.permute(b, (*right, *kept[1])), (*wide, *sizes[1]))
-    product = mint.matmul(shaped(first, (math.prod(sizes[0]), count)), shaped(second, (count, math.prod(sizes[1]))))
+    product = matmul(shaped(first, (math.prod(sizes[0]), count)), shaped(second, (count, math.prod(sizes[1]))))
     return shaped(product, (*sizes[0], *sizes[1]))
 
 
@@ -72,13 +74,61 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     outputs, one, two = weight.shape
     batch = tuple(input1.shape[:-1])
     pairs = shaped(mint.unsqueeze(input1, -1) * mint.unsqueeze(input2, -2), (*batch, one * two))
-    found = mint.matmul(pairs, mint.transpose(shaped(weight, (outputs, one * two)), 0, 1))
+    found = matmul(pairs, mint.transpose(shaped(weight, (outputs, one * two)), 0, 1))
     return found if bias is None else found + bias
 
 
 def _multi_dot(*input: Any) -> Any:
     matrices = input[0] if len(input) == 1 and isinstance(input[0], (list, tuple)) else input
-    return functools.reduce(mint.matmul, matrices)
+    return functools.reduce(matmul, matrices)
+
+
+def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
+    """Operands of one shape: mint's reads beside those that are stretched."""
+    shape = np.broadcast_shapes(tuple(input.shape), tuple(other.shape))
+    input, other = (x if tuple(x.shape) == shape else mint.broadcast_to(x, shape) for x in (input, other))
+    (dim,) = dims_of(input, shape.index(3) if dim is None else dim)
+    ahead, behind = [1, 2, 0], [2, 0, 1]
+    return rows(input, ahead, dim) * rows(other, behind, dim) - rows(input, behind, dim) * rows(other, ahead, dim)
+
+
+# --- of one matrix
+
+
+def _cholesky_solve(input: Any, input2: Any, upper: bool = False) -> Any:
+    """Backward of ops.cholesky_solve rounds to float32."""
+    return matmul(_cholesky_inverse(input2, upper), input)
+
+
+def _cholesky_inverse(input: Any, upper: bool = False) -> Any:
+    """The inverse of the matrix of which this is the factor; the gradient is that of a factor without zeros."""
+    factor = input + ops.stop_gradient((mint.triu(input) if upper else ops.tril(input)) - input)
+    turned = mint.transpose(factor, -1, -2)
+    return _inverse(matmul(turned, factor) if upper else matmul(factor, turned))
+
+
+def _inverse(input: Any) -> Any:
+    return ops.inverse(input) if input.shape[-1] > 1 else mint.reciprocal(input)  # the kernel wants two rows
+
+
+def _vander(x: Any, *, N: int | None = None) -> Any:  # noqa: N803 - as the rule has it
+    powers = np.arange(x.shape[-1] if N is None else N)
+    return mint.pow(mint.unsqueeze(x, -1), numbers(x, powers))
+
+
+def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
+    """ops.svd has the values first."""
+    values, left, right = ops.svd(input, not (some and compute_uv))
+    if compute_uv:
+        return left, values, right
+    return ops.zeros_like(left), values, ops.zeros_like(right)
+
+
+def _linalg_svd(A: Any, full_matrices: bool = True, *, driver: str | None = None) -> Any:  # noqa: N803
+    refuse("linalg_svd", driver=driver)
+    values, left, right = ops.svd(A, full_matrices)
+    turned = mint.transpose(right, -1, -2)
+    return left, values, ops.conj(turned) if turned.is_complex() else turned
 
 
 # --- einsum
@@ -146,15 +196,16 @@ def _contracted(
         shape = [sizes[name] for name in batch] + [math.prod(sizes[n] for n in group) for group in groups]
         return shaped(mint.permute(tensor, order) if order else tensor, shape)
 
-    found = mint.matmul(matrix(x, its, mine, summed), matrix(y, others, summed, theirs))
+    found = matmul(matrix(x, its, mine, summed), matrix(y, others, summed, theirs))
     label = [*batch, *mine, *theirs]
     return shaped(found, [sizes[name] for name in label]), label
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "mm": lambda input, mat2: mint.matmul(input, mat2),
-    "bmm": lambda input, mat2: mint.matmul(input, mat2),
-    "mv": lambda input, vec: mint.matmul(input, vec),
+    "matmul": matmul,
+    "mm": lambda input, mat2: matmul(input, mat2),
+    "bmm": lambda input, mat2: matmul(input, mat2),
+    "mv": lambda input, vec: matmul(input, vec),
     "dot": lambda input, tensor: _dot(input, tensor),
     "vdot": lambda input, other: _dot(input.conj() if input.is_complex() else input, other),
     "outer": _outer,
@@ -170,6 +221,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "multi_dot": _multi_dot,
     "chain_matmul": _multi_dot,
     "einsum": _einsum,
-    "inverse": lambda input: ops.inverse(input),
+    "cross": _cross,
+    "linalg_cross": lambda input, other, *, dim=-1: _cross(input, other, dim),
+    "inverse": _inverse,
+    "linalg_inv": lambda A: _inverse(A),  # noqa: N803 - as the rule has it
+    "cholesky_solve": _cholesky_solve,
+    "cholesky_inverse": _cholesky_inverse,
+    "svd": _svd,
+    "linalg_svd": _linalg_svd,
+    "linalg_svdvals": lambda A, *, driver=None: _linalg_svd(A, False, driver=driver)[1],  # noqa: N803
+    "linalg_vander": _vander,
     "linalg_vecdot": lambda x, y, *, dim=-1: mint.sum((x.conj() if x.is_complex() else x) * y, dim),
 }

@@ -156,6 +156,10 @@ def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = F
     return _matrix_norm(input, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
 
 
+def _dist(input: Any, other: Any, p: float = 2) -> Any:
+    return _vector_norm(input - other, p)
+
+
 # --- order
 
 
@@ -205,6 +209,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "vector_norm": _vector_norm,
     "matrix_norm": _matrix_norm,
     "norm": _norm,
+    "dist": _dist,
     "linalg_norm": _linalg_norm,
     "cumsum": lambda input, dim, *, dtype=None: ops.cumsum(input, dim, dtype),
     "sort": _sort,

@@ -64,11 +64,35 @@ def rows(input: Any, index: Any, dim: int) -> Any:
 def along(input: Any, dim: int, matrix: Array) -> Any:
     """A linear map along one dim: ``matrix`` has a row for every element of the result."""
     last = mint.transpose(input, dim, -1)
-    rest = tuple(last.shape[:-1])
-    # Of two dims: the gradient of a product of more may have another shape where the first are ones.
-    flat = shaped(last, (math.prod(rest), last.shape[-1]))
-    found = mint.matmul(flat, Tensor(np.ascontiguousarray(matrix.T)).astype(input.dtype))
-    return mint.transpose(shaped(found, (*rest, len(matrix))), dim, -1)
+    return mint.transpose(matmul(last, Tensor(np.ascontiguousarray(matrix.T)).astype(input.dtype)), dim, -1)
+
+
+def matmul(input: Any, other: Any) -> Any:
+    """The product of matrices, of batches of them, or with vectors.
+
+    Of two dims, or of one batch for both: the gradients of mint's have other shapes, or fail, for batches of one matrix
+    and for those of which one has more dims than the other.
+    """
+    if len(input.shape) <= 2 and len(other.shape) <= 2:
+        return mint.matmul(input, other)
+    if len(input.shape) == 1:
+        return mint.squeeze(matmul(mint.unsqueeze(input, 0), other), -2)
+    if len(other.shape) == 1:
+        return mint.squeeze(matmul(input, mint.unsqueeze(other, -1)), -1)
+    (high, among), wide = input.shape[-2:], other.shape[-1]
+    if len(other.shape) == 2:
+        rows_of_all = mint.matmul(shaped(input, (math.prod(input.shape[:-1]), among)), other)
+        return shaped(rows_of_all, (*input.shape[:-1], wide))
+    batch = np.broadcast_shapes(tuple(input.shape[:-2]), tuple(other.shape[:-2]))
+    count = () if math.prod(batch) == 1 else (math.prod(batch),)
+    left = shaped(_in_batch(input, batch), (*count, high, among))
+    right = shaped(_in_batch(other, batch), (*count, *other.shape[-2:]))
+    return shaped(mint.matmul(left, right), (*batch, high, wide))
+
+
+def _in_batch(matrices: Any, batch: tuple[int, ...]) -> Any:
+    shape = (*batch, *matrices.shape[-2:])
+    return matrices if tuple(matrices.shape) == shape else mint.broadcast_to(matrices, shape)
 
 
 def numbers(like: Any, values: Any) -> Any:

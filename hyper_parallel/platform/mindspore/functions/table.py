@@ -9,6 +9,7 @@ from typing import Any
 from hyper_parallel.platform.mindspore.functions import (
     attention,
     differences,
+    draws,
     lookups,
     losses,
     moves,
@@ -16,10 +17,13 @@ from hyper_parallel.platform.mindspore.functions import (
     pointwise,
     products,
     reductions,
+    signals,
     windows,
 )
 
-_FAMILIES = (pointwise, products, reductions, moves, lookups, differences, windows, norms, losses, attention)
+_FAMILIES = (
+    pointwise, products, reductions, moves, lookups, differences, windows, norms, losses, attention, signals, draws,
+)  # fmt: skip
 # Those that MindSpore itself has with these arguments, and with kernels on an NPU. Untested on hardware.
 ON_NPU = frozenset(
     """

@@ -16,8 +16,19 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
+from hyper_parallel.platform.mindspore import randomness
 from hyper_parallel.platform.mindspore.functions.moves import pad
-from hyper_parallel.platform.mindspore.functions.shared import Array, along, as_many, mint, numbers, ops, rows, shaped
+from hyper_parallel.platform.mindspore.functions.shared import (
+    Array,
+    along,
+    as_many,
+    matmul,
+    mint,
+    numbers,
+    ops,
+    rows,
+    shaped,
+)
 
 
 def _places(out: int, kernel: int, stride: int, dilation: int) -> Array:
@@ -68,7 +79,7 @@ def _convolved(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, di
     number, inside, taps = batch.shape[0], batch.shape[1] // groups, math.prod(sizes)
     columns = shaped(patches, (number, groups, inside, math.prod(outs), taps))
     columns = shaped(mint.permute(columns, (0, 1, 2, 4, 3)), (number, groups, inside * taps, math.prod(outs)))
-    found = mint.matmul(shaped(weight, (groups, weight.shape[0] // groups, inside * taps)), columns)
+    found = matmul(shaped(weight, (groups, weight.shape[0] // groups, inside * taps)), columns)
     found = shaped(found, (number, weight.shape[0], *outs))
     found = found if bias is None else found + shaped(bias, (-1, *(1,) * len(sizes)))
     return mint.squeeze(found, 0) if is_one else found
@@ -245,6 +256,54 @@ def _adaptive_max_pool(count: int, with_indices: bool = False) -> Callable[..., 
     return run
 
 
+def _fractional_max_pool(count: int, with_indices: bool = False) -> Callable[..., Any]:
+    """``_random_samples`` say for every channel of every image where its windows are; drawn if not given."""
+
+    def run(
+        input: Any,
+        kernel_size: Any,
+        output_size: Any = None,
+        output_ratio: Any = None,
+        return_indices: bool = with_indices,
+        _random_samples: Any = None,
+    ) -> Any:
+        kernel, sizes, free = as_many(kernel_size, count), tuple(input.shape[-count:]), tuple(input.shape[:-count])
+        if output_size is None:
+            output_size = [int(n * ratio) for n, ratio in zip(sizes, as_many(output_ratio, count), strict=True)]
+        outs = as_many(output_size, count)
+        images = (*(1,) * (2 - len(free)), *free)
+        if input.is_meta:
+            samples = np.zeros((*images, count))
+        elif _random_samples is None:
+            samples = numbers(input, randomness.draw().random((*images, count))).asnumpy()
+        else:
+            samples = _random_samples.asnumpy()
+        samples = samples[..., ::-1] if count == 2 else samples  # of two dims the last one comes first
+        places = np.zeros((), np.int64)
+        for i, (size, out, taps) in enumerate(zip(sizes, outs, kernel, strict=True)):
+            shape = [1] * (2 * count)
+            shape[i], shape[count + i] = out, taps
+            starts = _fractional_starts(samples[..., i], size, out, taps)
+            places = places * size + (starts[..., None] + np.arange(taps)).reshape((*images, *shape))
+        table = Tensor(places.reshape(*free, math.prod(outs) * math.prod(kernel)))
+        every = (*free, *outs, math.prod(kernel))
+        flat = shaped(input, (*free, math.prod(sizes)))
+        values, which = mint.max(shaped(mint.gather(flat, -1, table), every), dim=-1)
+        if not return_indices:
+            return values
+        chosen = mint.unsqueeze(which.astype(mindspore.int64), -1)
+        return values, mint.squeeze(mint.gather(shaped(table, every), -1, chosen), -1)
+
+    return run
+
+
+def _fractional_starts(samples: Array, size: int, out: int, taps: int) -> Array:
+    """Where the windows of a dim begin: about as far from each other as they must be to reach the end."""
+    step = (size - taps) / max(out - 1, 1)
+    before = np.trunc((np.arange(out - 1) + samples[..., None]) * step) - np.trunc(samples[..., None] * step)
+    return np.concatenate([before, np.full((*samples.shape, 1), size - taps)], -1).astype(np.int64)
+
+
 def _lp_pool(count: int) -> Callable[..., Any]:
     def run(input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         powers = mint.pow(input, numbers(input, norm_type))
@@ -404,7 +463,7 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
         axes.append(steps if align_corners else steps * (n - 1) / n)
     points = np.meshgrid(*axes, indexing="ij")[::-1]  # x comes first
     base = np.stack([*points, np.ones(sizes[:-1])], -1).reshape(-1, len(sizes))
-    found = mint.matmul(numbers(theta, base), mint.transpose(theta, -1, -2))
+    found = matmul(numbers(theta, base), mint.transpose(theta, -1, -2))
     return shaped(found, (theta.shape[0], *spatial, len(spatial)))
 
 
@@ -436,5 +495,7 @@ for _n in (1, 2, 3):
     FUNCTIONS[f"max_pool{_n}d_with_indices"] = _max_pool(_n, with_indices=True)
     FUNCTIONS[f"adaptive_max_pool{_n}d"] = _adaptive_max_pool(_n)
     FUNCTIONS[f"adaptive_max_pool{_n}d_with_indices"] = _adaptive_max_pool(_n, with_indices=True)
+    FUNCTIONS[f"fractional_max_pool{_n}d"] = _fractional_max_pool(_n)
+    FUNCTIONS[f"fractional_max_pool{_n}d_with_indices"] = _fractional_max_pool(_n, with_indices=True)
     FUNCTIONS[f"lp_pool{_n}d"] = _lp_pool(_n)
     FUNCTIONS[f"max_unpool{_n}d"] = _max_unpool(_n)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of ours that MindSpore lacks on a CPU, or has wrong there: values and gradients are those of PyTorch."""
+
+import itertools
+
+import at_once  # noqa: F401 - for what it does
+import numpy as np
+import pytest
+import torch
+from mindspore import Tensor, mint
+from torch.nn import functional as F  # noqa: N812 - everyone's name for it
+
+from hyper_parallel.platform import get_platform
+
+RNG = np.random.default_rng(0)
+platform = get_platform()
+
+
+def some(*shape):
+    return RNG.uniform(0.2, 0.9, shape) * RNG.choice([-1.0, 1.0], shape)
+
+
+def listed(found):
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def weight_of(shape):
+    return np.cos(np.arange(np.prod(shape, dtype=int))).reshape(shape)
+
+
+def in_pytorch(call, arrays):
+    """The results, and the gradients of a weighted sum of their real and imaginary parts."""
+    leaves = [torch.tensor(x, requires_grad=x.dtype.kind in "fc") for x in arrays]
+    found = listed(call(*leaves))
+    parts = [y.real + 2 * y.imag if y.is_complex() else y for y in found if y.requires_grad]
+    sum((y * torch.tensor(weight_of(y.shape))).sum() for y in parts).backward()
+    grads = [x.grad.resolve_conj() for x in leaves if x.requires_grad]
+    return [y.detach().resolve_conj().numpy() for y in found], [x.numpy() for x in grads]
+
+
+def in_mindspore(call, arrays):
+    """The same by the function of the platform."""
+    wanted, found = [i for i, x in enumerate(arrays) if x.dtype.kind in "fc"], []
+
+    def total(*given):
+        leaves = dict(zip(wanted, given, strict=True))
+        found[:] = listed(call(*(leaves.get(i, Tensor(x)) for i, x in enumerate(arrays))))
+        parts = [mint.real(y) + 2 * mint.imag(y) if y.is_complex() else y for y in found]
+        return sum((y * Tensor(weight_of(y.shape))).sum() for y in parts if y.is_floating_point())
+
+    grads = platform.gradients(total, [Tensor(arrays[i]) for i in wanted])
+    return [y.asnumpy() for y in found], [x.asnumpy() for x in grads]
+
+
+def compare(name, theirs, *arrays, **how):
+    ours = platform.operator(name)
+    true, true_gradients = in_pytorch(lambda *x: theirs(*x, **how), arrays)
+    mine, gradients = in_mindspore(lambda *x: ours(*x, **how), arrays)
+    for one, other in zip(mine + gradients, true + true_gradients, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, 1e-6, 1e-6)
+
+
+BATCHES = [((1,), ()), ((1, 1), ()), ((1,), (1,)), ((2,), (1,)), ((), (1,)), ((2, 1), (2,)), ((1,), (2, 2))]
+SHAPES = [
+    ((*left, high, among), (*right, among, wide))
+    for left, right in BATCHES
+    for high, among, wide in itertools.product((1, 3), (1, 4), (1, 5))
+]
+
+
+@pytest.mark.parametrize(("left", "right"), [*SHAPES, ((1, 1, 4), (4,)), ((1,), (1, 1, 5))])
+def test_products_of_batches_of_one(left, right):
+    compare("matmul", torch.matmul, some(*left), some(*right))
+
+
+@pytest.mark.parametrize("norm", [None, "forward", "ortho"])
+@pytest.mark.parametrize("name", ["hfft", "hfft2", "hfftn", "ihfft", "ihfft2", "ihfftn"])
+def test_a_transform_gives_the_same_again(name, norm):
+    given = some(4, 3, 5) if name.startswith("i") else some(4, 3, 5) + 1j * some(4, 3, 5)
+    for _ in range(2):
+        compare(f"fft_{name}", getattr(torch.fft, name), given, norm=norm)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_windows_at_samples(count):
+    given, samples = some(3, 2, *(7,) * count), torch.tensor(RNG.uniform(0, 1, (3, 2, count)))
+    theirs = getattr(F, f"fractional_max_pool{count}d")
+    how = {"kernel_size": 2, "output_size": (3, 4, 5)[:count], "return_indices": True}
+    true, (gradient,) = in_pytorch(lambda x: theirs(x, **how, _random_samples=samples), [given])
+    ours = platform.operator(f"fractional_max_pool{count}d")
+    mine, (own,) = in_mindspore(lambda x: ours(x, **how, _random_samples=Tensor(samples.numpy())), [given])
+    for one, other in zip([*mine, own], [*true, gradient], strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+POINTWISE = {
+    "elu": (F.elu, {"alpha": 0.7}),
+    "selu": (F.selu, {}),
+    "leaky_relu": (F.leaky_relu, {"negative_slope": 0.2}),
+    "mish": (F.mish, {}),
+    "softplus": (F.softplus, {"beta": 2.0, "threshold": 1.0}),
+    "logsigmoid": (F.logsigmoid, {}),
+    "hardtanh": (F.hardtanh, {"min_val": -0.4, "max_val": 0.5}),
+    "relu6": (F.relu6, {}),
+    "threshold": (F.threshold, {"threshold": 0.3, "value": 2.0}),
+    "rrelu": (F.rrelu, {}),
+    "exp2": (torch.exp2, {}),
+    "asinh": (torch.asinh, {}),
+    "frac": (torch.frac, {}),
+    "logit": (torch.logit, {"eps": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_element_by_element(name):
+    theirs, how = POINTWISE[name]
+    given = np.concatenate([some(30), some(10) * 30])
+    compare(name, theirs, np.abs(given) % 1 if name == "logit" else given, **how)
+
+
+LENGTHS = {"input_lengths": [4, 4, 3], "target_lengths": [2, 1, 1]}
+FACTOR = np.tril(some(3, 4, 4)) + 2 * np.eye(4)
+CALLS = {
+    "cross": (torch.cross, [some(3, 4, 5), some(3, 1, 5)], {"dim": 0}),
+    "cholesky_solve": (torch.cholesky_solve, [some(3, 4, 2), FACTOR], {}),
+    "cholesky_inverse": (torch.cholesky_inverse, [FACTOR.transpose(0, 2, 1).copy()], {"upper": True}),
+    "layer_norm": (F.layer_norm, [some(3, 4, 5)], {"normalized_shape": (4, 5)}),
+    "prelu": (F.prelu, [some(3, 4, 5), some(4)], {}),
+    "masked_fill": (torch.masked_fill, [some(3, 4), some(4) > 0], {"value": 2}),
+    "logaddexp2": (torch.logaddexp2, [some(3, 4), some(4)], {}),
+    "atan2": (torch.atan2, [some(3, 4), some(3, 4)], {}),
+    "take": (torch.take, [some(3, 4), RNG.integers(-12, 12, (2, 5))], {}),
+    "linalg_vander": (torch.linalg.vander, [some(3, 4)], {"N": 3}),
+    "dist": (torch.dist, [some(3, 4), some(4)], {"p": 3.0}),
+    "ctc_loss": (F.ctc_loss, [some(4, 3, 6), RNG.integers(0, 5, (3, 3))], {**LENGTHS, "blank": 5}),
+    "cross_entropy": (F.cross_entropy, [some(4, 5), np.array([1, 2, 1, 4])], {"ignore_index": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call(name):
+    theirs, arrays, how = CALLS[name]
+    compare(name, theirs, *arrays, **how)
+
+
+def test_targets_in_a_row():
+    more = {**LENGTHS, "blank": 5, "reduction": "none"}
+    compare("ctc_loss", F.ctc_loss, some(4, 3, 6), RNG.integers(0, 5, 4), **more)
+
+
+def test_a_loss_of_which_no_target_counts_has_no_gradient():
+    ours, target = platform.operator("cross_entropy"), Tensor(np.zeros(4, np.int64))
+    (gradient,) = platform.gradients(lambda x: ours(x, target, ignore_index=0), [Tensor(some(4, 5))])
+    assert np.isnan(ours(Tensor(some(4, 5)), target, ignore_index=0).asnumpy())
+    np.testing.assert_array_equal(gradient.asnumpy(), 0)
+
+
+def test_singular_values_and_vectors():
+    given = some(3, 4, 2)
+    left, values, right = (x.asnumpy() for x in platform.operator("svd")(Tensor(given)))
+    np.testing.assert_allclose((left * values[:, None]) @ right.transpose(0, 2, 1), given, 1e-9, 1e-9)
+    (gradient,) = platform.gradients(lambda x: platform.operator("svd")(x)[1].sum(), [Tensor(given)])
+    np.testing.assert_allclose(gradient.asnumpy(), left @ right.transpose(0, 2, 1), 1e-9, 1e-9)
+
+
+def test_an_error_in_a_function_is_not_in_the_next_gradient():
+    def failing(x):
+        raise ValueError(f"of {(x * 2).shape}")
+
+    given = Tensor(some(3, 4))
+    with pytest.raises(ValueError, match="of "):
+        platform.gradients(failing, [given])
+    (gradient,) = platform.gradients(lambda x: x[1].sum(), [given])
+    np.testing.assert_array_equal(gradient.asnumpy(), np.eye(3)[1][:, None] * np.ones(4))
+
+
+def test_numbers_drawn_again():
+    logits = Tensor(some(50, 4))
+    for name, more in {"gumbel_softmax": {"hard": True}, "bernoulli": {"p": 0.5}, "randn_like": {}}.items():
+        drawn = []
+        for seed in (1, 2, 1):
+            platform.manual_seed(seed)
+            drawn.append(platform.operator(name)(logits, **more).asnumpy())
+        np.testing.assert_array_equal(drawn[0], drawn[2])
+        assert not np.array_equal(drawn[0], drawn[1])
