@@ -24,11 +24,12 @@ from rich.table import Table
 
 from hyper_parallel.cli.describe import described, printable, size_text
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.platform.error_codes import coded
 
 P = ParamSpec("P")
 _WIDE = 240  # columns of what goes into a file or another program
 
-application = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools of hyper_parallel.")
+application = typer.Typer(no_args_is_help=True, help="Tools of hyper_parallel.")
 ckpt = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify, compare and convert them.")
 application.add_typer(ckpt, name="ckpt")
 
@@ -87,7 +88,7 @@ def _reader(path: Path, *, follow_links: bool) -> tuple[Any, Kind]:
     from hyper_parallel.core.distributed_checkpoint.hugging_face import HuggingFaceReader, reader_for
 
     if not path.exists():
-        raise CheckpointError("there is no such file or folder", file=path)
+        raise CheckpointError(coded("HP501", "there is no such file or folder"), file=path)
     reader = reader_for(path, follow_links=follow_links, allow_pickle=None)
     if not isinstance(reader, HuggingFaceReader):
         return reader, Kind.checkpoint
@@ -224,11 +225,11 @@ def convert(
     wanted = to if to is not None else _suggested(kind, target)
     facts = described(source, kind.value, reader.load_metadata())
     if dtype is not None and wanted is not Kind.huggingface:
-        raise CheckpointError("--dtype is for --to huggingface")
+        raise CheckpointError(coded("HP513", "--dtype is for --to huggingface"))
     if target.exists() and target.resolve() == source.resolve():
-        raise CheckpointError("source and target are the same", file=target)
+        raise CheckpointError(coded("HP513", "source and target are the same"), file=target)
     if not force and os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError("is there already; choose another name, or pass --force", file=target)
+        raise CheckpointError(coded("HP506", "is there already; choose another name, or pass --force"), file=target)
     with _progress("converting", facts["bytes"]) as progress:
         options = {"follow_links": follow_links, "progress": progress}
         _converted(source, kind, target, wanted, prefix, dtype, overwrite=force, **options)

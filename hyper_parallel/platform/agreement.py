@@ -7,18 +7,21 @@ ValueError: all_reduce: the ranks do not agree: rank 0 calls all_reduce(sum, flo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from hyper_parallel.platform.error_codes import coded
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is about to do. Splits are compared crosswise, everything else must be equal."""
+    """What one rank is about to do. Splits are compared crosswise, the line not at all, the rest must be equal."""
 
     name: str
     facts: tuple[Any, ...] = ()
     sends: tuple[int, ...] | None = None
     receives: tuple[int, ...] | None = None
+    line: str = field(default="", compare=False)  # of the user's code, where that is asked for
 
     @classmethod
     def on(cls, name: str, data: Any, *facts: Any) -> Call:
@@ -37,9 +40,14 @@ def dtype_name(data: Any) -> str:
 
 def check_agreement(calls: Sequence[Call], ranks: Sequence[int], name: str) -> None:
     """A ValueError if the calls of these ranks, one of which is called ``name``, do not fit together."""
-    if len({(c.name, c.facts, c.sends is None) for c in calls}) > 1 or not _splits_fit(calls):
+    if not agree(calls):
         told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True))
-        raise ValueError(f"{name}: the ranks do not agree: {told}")
+        raise ValueError(coded("HP117", f"{name}: the ranks do not agree: {told}"))
+
+
+def agree(calls: Sequence[Call]) -> bool:
+    """Whether the calls of the ranks of a group fit together."""
+    return len({(c.name, c.facts, c.sends is None) for c in calls}) == 1 and _splits_fit(calls)
 
 
 def _splits_fit(calls: Sequence[Call]) -> bool:

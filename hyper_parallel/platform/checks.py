@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.platform.error_codes import coded
+
 # (role in forward, role in backward). A and C stand before a communication, B and D after it; backward passes them
 # the other way round.
 HOOK_ROLES = {
@@ -20,7 +22,10 @@ def check_hook(hook_name: Any) -> None:
     """A ValueError if there is no such hook."""
     if hook_name not in HOOK_ROLES:
         raise ValueError(
-            f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}"
+            coded(
+                "HP450",
+                f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}",
+            )
         )
 
 
@@ -37,14 +42,16 @@ def meet(coordinator: Any, role: str) -> None:
 def check_dim(call: str, name: str, data: Any, dim: Any) -> int:
     """The dim counted from the front; a ValueError if the tensor has no such dim."""
     if not isinstance(dim, int) or not -data.ndim <= dim < data.ndim:
-        raise ValueError(f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}")
+        raise ValueError(
+            coded("HP123", f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}")
+        )
     return int(dim % data.ndim)
 
 
 def check_count(call: str, name: str, count: Any, group: Any) -> None:
     """A ValueError if the count is not the number of ranks of the group."""
     if count != group.size():
-        raise ValueError(f"{call}: {name} must be the group's size, {group.size()}, got {count!r}")
+        raise ValueError(coded("HP123", f"{call}: {name} must be the group's size, {group.size()}, got {count!r}"))
 
 
 def check_sizes(call: str, data: Any, dim: int, sizes: Sequence[int] | None, group: Any) -> list[int]:
@@ -53,8 +60,11 @@ def check_sizes(call: str, data: Any, dim: int, sizes: Sequence[int] | None, gro
     found = [here] * count if sizes is None else list(sizes)
     if len(found) != count or found[group.rank()] != here:
         raise ValueError(
-            f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {here}; got {found} for "
-            f"{count} ranks on group rank {group.rank()}"
+            coded(
+                "HP123",
+                f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {here}; got {found} for "
+                f"{count} ranks on group rank {group.rank()}",
+            )
         )
     return found
 
@@ -64,9 +74,11 @@ def check_all_to_all(
 ) -> tuple[list[int], list[int]]:
     """(input splits, output splits) of dim 0, equal ones where none are given; a ValueError if they do not fit."""
     if x.ndim == 0:
-        raise ValueError(f"{call}: expected a tensor with at least one dim, got a scalar")
+        raise ValueError(coded("HP123", f"{call}: expected a tensor with at least one dim, got a scalar"))
     if (input_splits is None or output_splits is None) and x.shape[0] % size:
-        raise ValueError(f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks")
+        raise ValueError(
+            coded("HP123", f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks")
+        )
     inputs = _check_splits(call, "input_splits", input_splits, size, x.shape[0])
     rows = None if output_splits is not None else x.shape[0]
     return inputs, _check_splits(call, "output_splits", output_splits, size, rows)
@@ -78,9 +90,9 @@ def _check_splits(call: str, name: str, splits: Sequence[int] | None, size: int,
         return [total // size] * size
     found = [int(s) for s in splits]
     if len(found) != size or min(found) < 0:
-        raise ValueError(f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}")
+        raise ValueError(coded("HP123", f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}"))
     if total is not None and sum(found) != total:
-        raise ValueError(f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}")
+        raise ValueError(coded("HP123", f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}"))
     return found
 
 
@@ -91,14 +103,16 @@ def check_transposed(
     check_count(call, "world_size", world_size, group)
     concat, split = check_dim(call, "concat_dim", x, concat_dim), check_dim(call, "split_dim", x, split_dim)
     if concat == split:
-        raise ValueError(f"{call}: concat_dim and split_dim are both {concat}; they must differ")
+        raise ValueError(coded("HP123", f"{call}: concat_dim and split_dim are both {concat}; they must differ"))
     return concat, split
 
 
 def check_split(call: str, x: Any, split: int, world_size: int) -> None:
     """A ValueError if a dim cannot be cut into equal pieces."""
     if x.shape[split] % world_size:
-        raise ValueError(f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks")
+        raise ValueError(
+            coded("HP123", f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks")
+        )
 
 
 def check_pieces(call: str, x: Any, pieces: Any, split: int, world_size: int) -> None:
@@ -107,5 +121,8 @@ def check_pieces(call: str, x: Any, pieces: Any, split: int, world_size: int) ->
     piece[split] //= world_size
     if list(pieces.shape) != [world_size, *piece]:
         raise ValueError(
-            f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(pieces.shape)}"
+            coded(
+                "HP123",
+                f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(pieces.shape)}",
+            )
         )

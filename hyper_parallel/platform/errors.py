@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hyper_parallel.platform.error_codes import coded
+
 
 class CommunicationError(RuntimeError):
     """A collective did not complete: a peer never came, died, or called another collective.
 
-    ``collective``, ``ranks`` (the group's) and ``missing`` (None where it could not be found out) say so in data
-    what the message says in words.
+    ``collective``, ``number`` (the how-manieth of its group, from 1; 0 between two ranks), ``axis`` (of the mesh),
+    ``ranks`` (the group's) and ``missing`` (None where it could not be found out) say in data what the message says
+    in words.
     """
 
     def __init__(
@@ -20,16 +23,19 @@ class CommunicationError(RuntimeError):
         collective: str = "",
         ranks: tuple[int, ...] = (),
         missing: tuple[int, ...] | None = None,
+        number: int = 0,
+        axis: str = "",
     ) -> None:
         super().__init__(message)
         self.collective = collective
         self.ranks = ranks
         self.missing = missing
+        self.number = number
+        self.axis = axis
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments are not part of BaseException's own pickling; a rank's error travels to the parent.
-        state = {"collective": self.collective, "ranks": self.ranks, "missing": self.missing}
-        return (type(self), self.args, state)
+        return (type(self), self.args, vars(self))
 
 
 def unfinished(
@@ -40,27 +46,46 @@ def unfinished(
     missing: tuple[int, ...] | None,
     elsewhere: Mapping[int, str],
     error: BaseException | None = None,
+    *,
+    number: int = 0,
+    axis: str = "",
 ) -> CommunicationError:
     """The error of a rank that waited in ``collective`` in vain.
 
     ``missing``: those that never came, None where that cannot be known. ``elsewhere``: what others waited in.
+    ``number``: the how-manieth collective of the group it was, from 1; 0 where that is not counted. ``axis``: what the
+    mesh calls the group.
     """
     name = f"group {group!r} of ranks {list(ranks)}" if group is not None else f"ranks {list(ranks)}"
     others = {r: note for r, note in elsewhere.items() if note != collective}
     if missing is None:
+        code = "HP112"
         what = "which ranks are missing cannot be known, because the job's store does not answer (did its host end?)"
     elif missing:
-        what = f"ranks that never came: {list(missing)}"
+        code, what = "HP111", f"ranks that never came: {list(missing)}"
     elif others:
+        code = "HP113"
         what = "the ranks called different collectives: " + ", ".join(f"rank {r} {n}" for r, n in others.items())
     else:
-        what = "every rank came, but not all in time, or with data that does not fit together"
+        code, what = "HP114", "every rank came, but not all in time, or with data that does not fit together"
     said = f" The backend said: {(str(error).splitlines() or [type(error).__name__])[0]}" if error is not None else ""
     return CommunicationError(
-        f"rank {rank}: {collective} on {name} did not complete; {what}. Check that every rank of the group makes this "
-        "call, in the same order; the time allowed is init_process_group(timeout=...). The group cannot be used again."
-        + said,
+        coded(
+            code,
+            f"rank {rank}: {collective} on {name} did not complete; {_place(number, axis)}{what}. Check that every "
+            "rank of the group makes this call, in the same order; the time allowed is init_process_group(timeout=...)."
+            f" The group cannot be used again.{said}",
+        ),
         collective=collective,
         ranks=tuple(ranks),
         missing=missing,
+        number=number,
+        axis=axis,
     )
+
+
+def _place(number: int, axis: str) -> str:
+    """Which collective it was: of which axis of the mesh, and how many were before it."""
+    if not number:
+        return f"it is on axis {axis!r}; " if axis else ""
+    return f"it is collective {number} of axis {axis!r}; " if axis else f"it is collective {number} of this group; "

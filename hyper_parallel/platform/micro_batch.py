@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.platform.error_codes import coded
+
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Platform
 
@@ -31,7 +33,7 @@ class MicroBatch:
         kwargs_batch_dim: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"micro_batch: micro_batch_num must be a positive int, got {count!r}")
+            raise ValueError(coded("HP130", f"micro_batch: micro_batch_num must be a positive int, got {count!r}"))
         self.platform = platform
         self.count = count
         self.args_batch_dim = args_batch_dim
@@ -44,11 +46,15 @@ class MicroBatch:
         dims = self.args_batch_dim
         if dims is not None and len(dims) != len(args):
             raise ValueError(
-                f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments"
+                coded(
+                    "HP130", f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments"
+                )
             )
         unknown = sorted(set(self.kwargs_batch_dim) - set(kwargs))
         if unknown:
-            raise ValueError(f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}")
+            raise ValueError(
+                coded("HP130", f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}")
+            )
         split_args = [self._split(f"args[{i}]", arg, dims[i] if dims else None) for i, arg in enumerate(args)]
         split_kwargs = {name: self._split(name, arg, self.kwargs_batch_dim.get(name)) for name, arg in kwargs.items()}
         return (
@@ -64,12 +70,19 @@ class MicroBatch:
         rank = len(arg.shape)
         if not isinstance(dim, int) or not -rank <= dim < rank:
             raise ValueError(
-                f"micro_batch: {name} has shape {tuple(arg.shape)}; its batch dim must be an int from {-rank} to "
-                f"{rank - 1}, None or 'whole', got {dim!r}"
+                coded(
+                    "HP130",
+                    f"micro_batch: {name} has shape {tuple(arg.shape)}; its batch dim must be an int from {-rank} to "
+                    f"{rank - 1}, None or 'whole', got {dim!r}",
+                )
             )
         size = arg.shape[dim]
         if size % self.count:
             raise ValueError(
-                f"micro_batch: {name} has {size} rows in its batch dim {dim}, which {self.count} does not divide evenly"
+                coded(
+                    "HP130",
+                    f"micro_batch: {name} has {size} rows in its batch dim {dim}, which {self.count} does not divide "
+                    "evenly",
+                )
             )
         return [self.platform.chunk(arg, dim, self.count, i) for i in range(self.count)]

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hyper_parallel.platform import containers
+from hyper_parallel.platform.axes import forget_axes
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.micro_batch import MicroBatch
+from hyper_parallel.platform.order import ALL, HYPER_PARALLEL_CHECK_ORDER, first_compared
 from hyper_parallel.platform.transform import TensorTransform
 
 HYPER_PARALLEL_PLATFORM = "HYPER_PARALLEL_PLATFORM"
@@ -119,6 +122,7 @@ class Platform(ABC):
 
     def __init__(self) -> None:
         self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in ("", "0")
+        self._compared_first = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_ORDER, ""))
         self._listeners: list[Callable[[Traffic], None]] = []
         self._grad_reduction: tuple[Any, Callable[[], Any] | None] | None = None
         self._forgetters: list[Callable[[], None]] = []
@@ -218,7 +222,9 @@ class Platform(ABC):
         wrong = [r for r in found if not isinstance(r, int) or not 0 <= r < size]
         if not found or wrong or len(set(found)) != len(found):
             why = f"{wrong} out of range" if wrong else "a rank appears twice" if found else "no ranks"
-            raise ValueError(f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}")
+            raise ValueError(
+                coded("HP105", f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}")
+            )
         return sorted(found)
 
     @abstractmethod
@@ -235,6 +241,7 @@ class Platform(ABC):
 
     def _forget_groups(self) -> None:
         EXISTING_COMM_GROUPS.clear()
+        forget_axes()
         self._grad_reduction = None
         for forget in self._forgetters:
             forget()
@@ -302,6 +309,20 @@ class Platform(ABC):
             yield
         finally:
             self._checks_collectives = before
+
+    @contextmanager
+    def checked_order(self) -> Iterator[None]:
+        """A context in which the ranks that issue different collectives are told so, with each rank's line of code.
+
+        It is a CommunicationError on every rank of the group, and costs one message to the job's store for every
+        collective. HYPER_PARALLEL_CHECK_ORDER=1 does so for a whole program, =first:100 for the first 100 collectives
+        of each group.
+        """
+        before, self._compared_first = self._compared_first, ALL
+        try:
+            yield
+        finally:
+            self._compared_first = before
 
     @contextmanager
     def listen_to_collectives(self, listener: Callable[[Traffic], None]) -> Iterator[None]:
@@ -804,6 +825,38 @@ class Platform(ABC):
         """A callable that splits args and kwargs into ``micro_batch_num`` lists along each tensor's batch dim."""
         return MicroBatch(self, micro_batch_num, args_batch_dim, kwargs_batch_dim)
 
+    # --- training as a whole
+
+    @abstractmethod
+    def prepare_module(self, module: Any, dtype: str) -> Any:
+        """Puts a module's tensors on this process's device, in the dtype of that name, and returns it."""
+
+    @abstractmethod
+    def new_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """An optimizer, "adamw", "adam" or "sgd", of groups of parameters, with torch's names for its options."""
+
+    @abstractmethod
+    def set_learning_rate(self, optimizer: Any, rate: float) -> None:
+        """Sets the learning rate of all groups of an optimizer."""
+
+    @abstractmethod
+    def training_step(
+        self, module: Any, optimizer: Any, loss_of: Callable[[], Any], max_norm: float | None
+    ) -> tuple[float, float]:
+        """Changes a module by the gradients of a loss, clipped to ``max_norm``; (loss, norm of the gradients)."""
+
+    def peak_memory(self) -> int:
+        """The most bytes that tensors have taken on this process's device; on a CPU, those of the whole process."""
+        if self.device_type() != "cpu":
+            return self._device_memory()
+        import resource  # not everywhere
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    @abstractmethod
+    def _device_memory(self) -> int:
+        """The peak of an accelerator's memory."""
+
     # --- recompute and swap
 
     @property
@@ -911,7 +964,9 @@ def get_torch_platform() -> Platform:
     try:
         from hyper_parallel.platform.torch import TorchPlatform
     except ModuleNotFoundError as error:
-        raise ImportError(f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'") from error
+        raise ImportError(
+            coded("HP101", f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'")
+        ) from error
     return TorchPlatform()
 
 
@@ -920,7 +975,7 @@ def get_mindspore_platform() -> Platform:
     try:
         from hyper_parallel.platform.mindspore import MindSporePlatform
     except ModuleNotFoundError as error:
-        raise ImportError(f"the MindSpore platform cannot be had here ({error})") from error
+        raise ImportError(coded("HP101", f"the MindSpore platform cannot be had here ({error})")) from error
     chosen: Platform = MindSporePlatform()
     return chosen
 
@@ -933,7 +988,7 @@ def _choose() -> Callable[[], Platform]:
     named = os.environ.get(HYPER_PARALLEL_PLATFORM)
     if named is not None:
         if named.lower() not in makers:
-            raise ValueError(f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}")
+            raise ValueError(coded("HP102", f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}"))
         return makers[named.lower()]
     imported = [name for name in makers if name in sys.modules]
     if len(imported) == 1:
@@ -949,8 +1004,11 @@ def _first_that_imports() -> Platform:
         except ImportError as error:
             reasons.append(str(error))
     raise ImportError(
-        "hyper_parallel needs PyTorch or MindSpore: pip install 'hyper_parallel[torch]' or "
-        f"'hyper_parallel[mindspore]' ({'; '.join(reasons)})"
+        coded(
+            "HP101",
+            "hyper_parallel needs PyTorch or MindSpore: pip install 'hyper_parallel[torch]' or "
+            f"'hyper_parallel[mindspore]' ({'; '.join(reasons)})",
+        )
     )
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hyper_parallel.platform.error_codes import coded
+
 CHANNELS = 64
 COUNTERS = 3  # for every (sender, channel) in a receiver's pad of signals
 SHARED_DIRECTORY = Path("/dev/shm")  # noqa: S108 - memory, not disk; the files are this user's alone
@@ -42,8 +44,11 @@ class SharedFile:
         except OSError as error:
             end()
             raise RuntimeError(
-                f"symmetric memory: no room for {nbytes} bytes in {directory} ({error.strerror}); enlarge it (for a "
-                "container: --shm-size) or share less"
+                coded(
+                    "HP137",
+                    f"symmetric memory: no room for {nbytes} bytes in {directory} ({error.strerror}); enlarge it (for "
+                    "a container: --shm-size) or share less",
+                )
             ) from error
 
     def memory(self) -> mmap.mmap:
@@ -84,7 +89,9 @@ def pad_size(world_size: int) -> int:
 def make_offer(what: str, file: SharedFile | None, world_size: int) -> tuple[Offer, SharedFile | None]:
     """(what this rank tells the others, its pad); ``what``: the shape and the dtype of its tensor in words."""
     if file is None:
-        problem = ValueError("the tensor is not in memory that can be shared; make it with handler.empty(...)")
+        problem = ValueError(
+            coded("HP137", "the tensor is not in memory that can be shared; make it with handler.empty(...)")
+        )
         return Offer("", "", 0, "", "", problem), None
     try:
         pad = SharedFile(pad_size(world_size))
@@ -102,18 +109,25 @@ def check_offers(offers: list[Offer], ranks: list[int]) -> None:
         raise type(problems[0][1])(f"{call}: on rank {names} of ranks {ranks}: {problems[0][1]}")
     if len({offer.host for offer in offers}) > 1:
         hosts = _by_value(ranks, [offer.host for offer in offers])
-        raise RuntimeError(f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}")
+        raise RuntimeError(
+            coded("HP137", f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}")
+        )
     if len({offer.tensor for offer in offers}) > 1:
         tensors = _by_value(ranks, [offer.tensor for offer in offers])
-        raise ValueError(f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}")
+        raise ValueError(
+            coded("HP137", f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}")
+        )
 
 
 def check_mapped(failures: list[str | None], ranks: list[int]) -> None:
     failed = {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure}
     if failed:
         raise RuntimeError(
-            f"symmetric memory: rendezvous: ranks {list(failed)} of {ranks} cannot map the memory of the others "
-            f"({next(iter(failed.values()))}). The ranks must run as one user and see one {SHARED_DIRECTORY}"
+            coded(
+                "HP137",
+                f"symmetric memory: rendezvous: ranks {list(failed)} of {ranks} cannot map the memory of the others "
+                f"({next(iter(failed.values()))}). The ranks must run as one user and see one {SHARED_DIRECTORY}",
+            )
         )
 
 

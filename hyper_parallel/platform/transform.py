@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.platform.error_codes import coded
+
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Platform
 
@@ -65,9 +67,13 @@ class TensorTransform:
         count = len(platform.get_process_group_ranks(group))
         gather_dim, split_dim = gather_dim % len(x.shape), split_dim % len(x.shape)
         if gather_dim == split_dim:
-            raise ValueError(f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ")
+            raise ValueError(
+                coded("HP123", f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ")
+            )
         if gather_sizes is not None and len(gather_sizes) != count:
-            raise ValueError(f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks")
+            raise ValueError(
+                coded("HP123", f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks")
+            )
         sends = [platform.chunk(x, split_dim, count, i) for i in range(count)]
         mine = sends[platform.get_group_local_rank(group)]
         shapes = []

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.platform.error_codes import coded
+
 
 @dataclass(frozen=True)
 class Target:
@@ -26,7 +28,9 @@ class Target:
         """The target for a function; a ValueError if another process could not find it."""
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or "<" in name:
-            raise ValueError(f"run_ranks: {name} must be a function at module level, so that the ranks can import it")
+            raise ValueError(
+                coded("HP602", f"run_ranks: {name} must be a function at module level, so that the ranks can import it")
+            )
         return cls(function.__module__, str(Path(inspect.getfile(inspect.unwrap(function))).resolve()), name)
 
     def load(self) -> Callable[..., Any]:
@@ -83,7 +87,7 @@ def _module(name: str, file: str) -> Any:
     # A test module that pytest imported by its file.
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {name} from {file}")
+        raise ImportError(coded("HP602", f"cannot import {name} from {file}"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

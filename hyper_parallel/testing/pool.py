@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hyper_parallel.platform import CommunicationError, get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.testing import worker
 from hyper_parallel.testing.job import Job, Outcome, Target
 
@@ -93,7 +94,7 @@ def close_ranks() -> None:
 
 def _pool(world_size: int) -> RankPool:
     if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"run_ranks: world_size must be a positive int, got {world_size!r}")
+        raise ValueError(coded("HP602", f"run_ranks: world_size must be a positive int, got {world_size!r}"))
     return _pools.setdefault(world_size, RankPool(world_size))
 
 
@@ -212,7 +213,7 @@ class _Rank:
                 return self.connection.recv()
         except EOFError:
             pass
-        raise RuntimeError(f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}")
+        raise RuntimeError(coded("HP602", f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}"))
 
     def outcome(self) -> Outcome | None:
         """How the job ended here, None while it runs."""
@@ -318,7 +319,9 @@ def _rank_error(target: Target, world_size: int, failed: list[Outcome], outputs:
     output = outputs[first.rank].strip()
     if output and not first.hung:
         lines += [f"--- what rank {first.rank} wrote", output]
-    error = RankError("\n".join(lines), {outcome.rank: outcome.headline for outcome in failed})
+    error = RankError(
+        coded("HP601", "\n".join([*lines, "---"])), {outcome.rank: outcome.headline for outcome in failed}
+    )
     error.__cause__ = first.error
     return error
 

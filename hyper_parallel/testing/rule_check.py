@@ -31,6 +31,7 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import plan_for
 from hyper_parallel.core.shard.rule import REPLICATE, SUM, BoundRule, Choice, Place, Rule
 from hyper_parallel.platform import PlatformType, get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -62,7 +63,7 @@ def check_rule(
         shapes = [tuple(shape) for shape in _flat_shapes(caught.bound.result_shapes)]
         if [y.shape for y in expected] != shapes:
             raise AssertionError(
-                f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}"
+                coded("HP604", f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}")
             )
         for combination in itertools.product(caught.bound.choices(), repeat=len(mesh)):
             if _fits(caught.bound, combination, mesh) and not _is_seen_elsewhere(caught, combination, mesh, meshes):
@@ -71,7 +72,7 @@ def check_rule(
                 except AssertionError as error:
                     done_by = " and ".join(map(str, combination))
                     raise AssertionError(
-                        f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}: {error}"
+                        coded("HP604", f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}: {error}")
                     ) from None
                 done += 1
     return done
@@ -191,24 +192,26 @@ class _Caught:
         with _catching(calls):
             call(*_like(operands, tensors))
         if not calls:
-            raise ValueError("check_rule: the call runs no operator on its operands")
+            raise ValueError(coded("HP603", "check_rule: the call runs no operator on its operands"))
         self.func, self.args, self.kwargs, self.called = calls[0]
         if self.called.name not in OPERATORS:
-            raise ValueError(f"check_rule: {self.called.name} has no rule")
+            raise ValueError(coded("HP603", f"check_rule: {self.called.name} has no rule"))
         self.op = OPERATORS[self.called.name]
         arguments = self.op.arguments(self.called, self.args, platform.named(self.kwargs))
         ruled = self.op.rule if isinstance(self.op.rule, Rule) or self.op.rule is None else self.op.rule(**arguments)
         if ruled is None or callable(ruled):
-            raise ValueError(f"check_rule: {self.called.name} has no rule for these arguments")
+            raise ValueError(coded("HP603", f"check_rule: {self.called.name} has no rule for these arguments"))
         self.bound, given = bound_call(self.op, self.called, arguments, ruled)
         found = list(tensors_in((self.args, self.kwargs)))
         if not all(any(t is one for t in tensors) for one in found):
-            raise ValueError(f"check_rule: {self.called.name} is given a tensor that is not an operand of the call")
+            raise ValueError(
+                coded("HP603", f"check_rule: {self.called.name} is given a tensor that is not an operand of the call")
+            )
         # For each tensor among the arguments: which of our operands, and which of the rule's.
         self.ours = [next(i for i, t in enumerate(tensors) if t is one) for one in found]
         self.rules = [next(i for i, t in enumerate(flat(given)) if t is one) for one in found]
         if len(set(self.ours)) != len(self.ours):
-            raise ValueError("check_rule: the call must use each operand once")
+            raise ValueError(coded("HP603", "check_rule: the call must use each operand once"))
 
     def evaluate(self, combination: Sequence[Choice], place: Sequence[int], shards: Sequence[Any]) -> list[Any]:
         """The results of the local call on the rank at this place of the mesh."""
@@ -302,9 +305,9 @@ class _Comparison:
         for y, mine, p in zip(expected, pieces, places_out, strict=True):
             shares = self._cut(y, [REPLICATE if place.op else place for place in p], self.mesh)
             if [x.shape for x in mine] != [x.shape for x in shares]:
-                raise AssertionError("a rank's result is not the piece it should be")
+                raise AssertionError(coded("HP604", "a rank's result is not the piece it should be"))
             if wrong := {str(x.dtype) for x in mine if x.dtype != y.dtype}:
-                raise AssertionError(f"a result's dtype is {', '.join(sorted(wrong))}, not {y.dtype}")
+                raise AssertionError(coded("HP604", f"a result's dtype is {', '.join(sorted(wrong))}, not {y.dtype}"))
             self._same("result", self._join(mine, p, self.mesh), y)
         arriving = [
             [None] * len(ranks) if w is None else self._hand_down(w, mine, p, a, self.mesh)
@@ -314,7 +317,9 @@ class _Comparison:
         for i, found in enumerate(zip(*local, strict=True)):
             true = gradients[self.caught.ours[i]]
             if (true is None) != (found[0] is None):
-                raise AssertionError(f"operand {self.caught.rules[i]} has a gradient in one call and none in the other")
+                raise AssertionError(
+                    coded("HP604", f"operand {self.caught.rules[i]} has a gradient in one call and none in the other")
+                )
             if true is None:
                 continue
             parts = [REPLICATE if place == SUM else place for place in leaving[i]]

@@ -123,7 +123,8 @@ def test_convert_does_not_write_over_what_is_there(folder, tmp_path):
         again = ("convert", tmp_path / "b", tmp_path / target, "--to", kind)
         result = run(*again)
         assert result.exit_code == 2
-        assert result.stderr == f"error: {tmp_path / target}: is there already; choose another name, or pass --force\n"
+        told = f"error: {tmp_path / target}: is there already; choose another name, or pass --force"
+        assert result.stderr == f"{told} [HP506: docs/errors.md#hp506]\n"
         assert run("diff", folder, tmp_path / target).exit_code == 0
         assert run(*again, "--force").exit_code == 0
         assert run("diff", tmp_path / "b", tmp_path / target).exit_code == 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import code_of, coded, without_code
 
 T = TypeVar("T")
 
@@ -108,5 +109,6 @@ def _joined(told: list[Any]) -> CheckpointError:
         return first
     others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     if isinstance(first, CheckpointError):
-        return CheckpointError(f"{first.message} [rank {rank}{others}]", file=first.file, field=first.field)
-    return CheckpointError(f"rank {rank} failed: {first}{others}")
+        told_by = f"{without_code(first.message)} [rank {rank}{others}]"
+        return CheckpointError(coded(code_of(first) or "HP517", told_by), file=first.file, field=first.field)
+    return CheckpointError(coded("HP517", f"rank {rank} failed: {first}{others}"))

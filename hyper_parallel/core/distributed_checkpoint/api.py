@@ -22,6 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.report import LoadReport
 from hyper_parallel.core.distributed_checkpoint.saving import CheckpointId, prepare
 from hyper_parallel.core.distributed_checkpoint.state_dict import nested
 from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter
+from hyper_parallel.platform.error_codes import coded
 
 
 def save(
@@ -57,7 +58,7 @@ def async_save(
     copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
     """
     if when_busy not in ("queue", "refuse"):
-        raise ValueError(f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}")
+        raise ValueError(coded("HP513", f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}"))
     ranks = Ranks(alone=no_dist)
 
     def look_back() -> None:

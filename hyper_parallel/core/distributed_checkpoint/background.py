@@ -26,6 +26,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, Metada
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 _HEAD_START = 0.002  # seconds for the caller to go on, who would otherwise wait for the interpreter
 
@@ -149,7 +150,9 @@ class _Queue:
         for response in ended:
             response.future.result()
         if running and refuses:
-            raise CheckpointError(f"{len(running)} earlier saves are still being written; wait for result(), or queue")
+            raise CheckpointError(
+                coded("HP514", f"{len(running)} earlier saves are still being written; wait for result(), or queue")
+            )
 
     def drain(self) -> None:
         """Waits for earlier saves, and raises what went wrong with them."""

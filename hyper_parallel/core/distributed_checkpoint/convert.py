@@ -43,6 +43,7 @@ from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePla
 from hyper_parallel.core.distributed_checkpoint.state_dict import nested
 from hyper_parallel.core.distributed_checkpoint.streaming import Source, write_plain_file
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 Place = str | os.PathLike[str]
 
@@ -116,7 +117,9 @@ def checkpoint_to_file(
     """Makes one safetensors file with every tensor whole, and all else in its metadata."""
     path = Path(file)
     if not overwrite and os.path.lexists(path):
-        raise CheckpointError("is there already; choose another name, or pass overwrite=True", file=path)
+        raise CheckpointError(
+            coded("HP506", "is there already; choose another name, or pass overwrite=True"), file=path
+        )
     growing = path.with_name(f"{path.name}.tmp")
     with Source(reader_for(checkpoint, follow_links=follow_links, allow_pickle=None)) as source:
         own = [name for name, entry in source.tensors.items() if entry.stored_as is None]
@@ -183,7 +186,9 @@ class _StreamPlanner(SavePlanner):
 
     def __init__(self, source: Source, prefix: str) -> None:
         if prefix and (not prefix.endswith(".") or "" in prefix[:-1].split(".")):
-            raise ValueError(f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}")
+            raise ValueError(
+                coded("HP513", f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}")
+            )
         self._source = source
         self._names = {name: prefix + name for name in source.tensors}
         self._old = {new: old for old, new in self._names.items()}

@@ -24,6 +24,7 @@ from hyper_parallel.core.distributed_checkpoint import checksum
 from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK, block_sums
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.header import Entry, build_header, parse_header, read_head
+from hyper_parallel.platform.error_codes import coded
 
 STEP = 64 * BLOCK  # what is written, or read and compared, at a time: it stays in the processor's cache
 WINDOW = 8 << 20  # what the system is told to store at a time
@@ -82,7 +83,7 @@ def write_data_file(
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
             told = f"cannot be written: {error.strerror or error}"
-            raise CheckpointError(told, file=path) from error
+            raise CheckpointError(coded("HP503", told), file=path) from error
         raise
     return entries[-1].start + entries[-1].nbytes
 
@@ -119,7 +120,9 @@ def _write(
 
 def _write_chunk(fd: int, chunk: Entry, memory: Bytes, sums: NDArray[np.uint64], progress: Progress | None) -> None:
     if memory.nbytes != chunk.nbytes:
-        raise CheckpointError(f"{chunk.nbytes} bytes were expected, {memory.nbytes} came", field=chunk.key)
+        raise CheckpointError(
+            coded("HP510", f"{chunk.nbytes} bytes were expected, {memory.nbytes} came"), field=chunk.key
+        )
     for at in range(0, chunk.nbytes, STEP):
         part = memory[at : at + STEP]
         found = block_sums(part)
@@ -160,7 +163,7 @@ def open_data_file(
         return DataFile(fd, path, tag=tag, rank=rank, ours=ours)
     except OSError as error:
         os.close(fd)
-        raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
+        raise CheckpointError(coded("HP504", f"cannot be read: {error.strerror}"), file=path) from error
     except BaseException:
         os.close(fd)
         raise
@@ -171,11 +174,11 @@ def read_small_file(path: str | Path, most: int = 2**30, *, follow_links: bool =
     fd = _opened(path, follow_links=follow_links)
     try:
         if (size := _regular_size(fd, path)) > most:
-            raise CheckpointError(f"at most {most} bytes were expected, the file has {size}", file=path)
+            raise CheckpointError(coded("HP503", f"at most {most} bytes were expected, the file has {size}"), file=path)
         with open(fd, "rb", closefd=False) as file:
             return file.read(size)  # not more: it would take as much memory
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from error
+        raise CheckpointError(coded("HP504", f"cannot be read: {error.strerror}"), file=path) from error
     finally:
         os.close(fd)
 
@@ -189,13 +192,13 @@ def _opened(path: str | Path, *, follow_links: bool) -> int:
         return os.open(path, flags)
     except OSError as error:
         told = "a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
-        raise CheckpointError(f"cannot be opened: {told}", file=path) from error
+        raise CheckpointError(coded("HP504", f"cannot be opened: {told}"), file=path) from error
 
 
 def _regular_size(fd: int, path: str | Path) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("a regular file was expected", file=path)
+        raise CheckpointError(coded("HP504", "a regular file was expected"), file=path)
     return status.st_size
 
 
@@ -210,7 +213,7 @@ class DataFile:
         for name, wanted, found in (("tag", tag, self.header.tag), ("rank", rank, self.header.rank)):
             if wanted is not None and wanted != found:
                 told = f"{wanted} was expected, {found} came; the file is of another checkpoint or was renamed"
-                raise CheckpointError(told, file=path, field=f"__metadata__.{name}")
+                raise CheckpointError(coded("HP503", told), file=path, field=f"__metadata__.{name}")
 
     def __enter__(self) -> DataFile:
         return self
@@ -258,21 +261,25 @@ class DataFile:
             try:
                 got = os.preadv(self._fd, [out[done:].data], at + done)
             except OSError as error:
-                raise CheckpointError(f"cannot be read: {error.strerror}", file=self.path, field=key) from error
+                raise CheckpointError(
+                    coded("HP504", f"cannot be read: {error.strerror}"), file=self.path, field=key
+                ) from error
             if got == 0:
                 raise self.cut_short(key)
             done += got
 
     def cut_short(self, key: str) -> CheckpointError:
         """The error of a file that was longer when it was opened."""
-        return CheckpointError("the file ends within this chunk; it was cut short meanwhile", file=self.path, field=key)
+        return CheckpointError(
+            coded("HP502", "the file ends within this chunk; it was cut short meanwhile"), file=self.path, field=key
+        )
 
     def damaged(self, entry: Entry, block: int) -> CheckpointError:
         """The error of a block that is not what was written."""
         start, end = block * BLOCK, min((block + 1) * BLOCK, entry.nbytes)
         place = f"bytes {start} to {end} of the chunk, {entry.start + start} to {entry.start + end} of the file"
         told = f"{place}, do not have the checksum that was stored; the file is damaged, use another checkpoint"
-        return CheckpointError(told, file=self.path, field=entry.key)
+        return CheckpointError(coded("HP502", told), file=self.path, field=entry.key)
 
     def _sums(self, entry: Entry, first: int, end: int) -> tuple[NDArray[np.uint64] | None, int, int]:
         """(sums from some block on that have those of the blocks asked for, that block, bytes read for it)."""
@@ -317,7 +324,9 @@ class _Chunk:
                 file._fd, entry.start, entry.nbytes, start, strides, out, self._sums, self._first
             )
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", file=file.path, field=entry.key) from error
+            raise CheckpointError(
+                coded("HP504", f"cannot be read: {error.strerror}"), file=file.path, field=entry.key
+            ) from error
         except EOFError:
             raise file.cut_short(entry.key) from None
         if damaged >= 0:

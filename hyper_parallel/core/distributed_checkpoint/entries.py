@@ -28,6 +28,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
 from hyper_parallel.core.distributed_checkpoint.planner import WriteItem, WriteItemType
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 PLAIN = ("plain",)  # the name of the axis over which plain tensors are copied
 _SAMPLE = 4096  # bytes of a plain tensor that are compared between ranks, at its beginning, middle and end
@@ -79,18 +80,22 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
     dtype, size = dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype not in ITEM_SIZES:
         raise CheckpointError(
-            f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}", field=name
+            coded("HP510", f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}"), field=name
         )
     local = get_platform().get_param_local_data(tensor)
     if not get_platform().is_dense(local):
-        raise CheckpointError("sparse tensors cannot be stored; make it dense", field=name)
+        raise CheckpointError(coded("HP510", "sparse tensors cannot be stored; make it dense"), field=name)
     if get_platform().is_meta(local):
-        raise CheckpointError("the tensor is on the meta device and has no data; initialise it first", field=name)
+        raise CheckpointError(
+            coded("HP510", "the tensor is on the meta device and has no data; initialise it first"), field=name
+        )
     layout = getattr(tensor, "layout", None)
     grad = get_platform().requires_grad(tensor)
     if isinstance(layout, Layout):
         if layout.is_partial():
-            raise CheckpointError(f"{layout} has a pending reduction: call reduce_partial() on it first", field=name)
+            raise CheckpointError(
+                coded("HP510", f"{layout} has a pending reduction: call reduce_partial() on it first"), field=name
+            )
         return Entry(name, dtype, size, cut_of(layout.bind(len(size))), grad)
     return Entry(name, dtype, size, whole_on(world_size, len(size)), grad)
 

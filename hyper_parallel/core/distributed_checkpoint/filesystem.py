@@ -59,6 +59,7 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
 from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageReader, StorageWriter, WriteResult
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 _OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
 
@@ -85,7 +86,7 @@ class FileSystemWriter(StorageWriter):
     def folder(self) -> Path:
         """Where the checkpoint goes."""
         if self._folder is None:
-            raise ValueError("FileSystemWriter has no folder: pass one, or a checkpoint_id")
+            raise ValueError(coded("HP513", "FileSystemWriter has no folder: pass one, or a checkpoint_id"))
         return self._folder
 
     def initialize_writer(self, checkpoint_id: Any) -> None:
@@ -97,7 +98,9 @@ class FileSystemWriter(StorageWriter):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"the folder cannot be made: {error.strerror}", file=self.folder) from error
+            raise CheckpointError(
+                coded("HP505", f"the folder cannot be made: {error.strerror}"), file=self.folder
+            ) from error
 
     def execute_write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         self._run = plan.storage_data or SaveRun(new_tag())
@@ -142,7 +145,9 @@ class FileSystemWriter(StorageWriter):
             data_file.sync_folder(self.folder)
         except OSError as error:
             growing.unlink(missing_ok=True)
-            raise CheckpointError(f"the metadata cannot be written: {error.strerror}", file=target) from error
+            raise CheckpointError(
+                coded("HP505", f"the metadata cannot be written: {error.strerror}"), file=target
+            ) from error
         data_file.phase("metadata synced")
 
 
@@ -206,7 +211,7 @@ class FileSystemReader(StorageReader):
     def folder(self) -> Path:
         """Where the checkpoint is."""
         if self._folder is None:
-            raise ValueError("FileSystemReader has no folder: pass one, or a checkpoint_id")
+            raise ValueError(coded("HP513", "FileSystemReader has no folder: pass one, or a checkpoint_id"))
         return self._folder
 
     def initialize_reader(self, checkpoint_id: Any) -> None:
@@ -223,7 +228,7 @@ class FileSystemReader(StorageReader):
             if isinstance(error.__cause__, FileNotFoundError):
                 torn = self.folder.is_dir() and any(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
                 why = "a save into it did not come to its end" if torn else "nothing was saved there"
-                raise CheckpointError(f"there is no whole checkpoint here: {why}", file=file) from error
+                raise CheckpointError(coded("HP501", f"there is no whole checkpoint here: {why}"), file=file) from error
             raise
         return from_bytes(data, file, allow_pickle=self._allow_pickle)
 
@@ -269,12 +274,12 @@ class FileSystemReader(StorageReader):
         key = self.key(name, chunk)
         found = file.header.entries.get(key)
         if found is None:
-            raise CheckpointError("the file does not have this chunk", file=file.path, field=key)
+            raise CheckpointError(coded("HP503", "the file does not have this chunk"), file=file.path, field=key)
         if found.dtype == PARTS.get(dtype):
             dtype, sizes = PARTS[dtype], (*sizes, 2)
         if (found.dtype, found.shape) != (dtype, sizes):
             raise CheckpointError(
-                f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
+                coded("HP503", f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}"),
                 file=file.path,
                 field=key,
             )

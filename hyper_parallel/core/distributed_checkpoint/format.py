@@ -34,6 +34,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     dtype_name,
 )
 from hyper_parallel.core.distributed_checkpoint.strict_json import END, Field, is_text, parse
+from hyper_parallel.platform.error_codes import coded
 
 METADATA_FILE = "checkpoint.json"
 FORMAT = "hyper_parallel checkpoint"
@@ -96,7 +97,9 @@ def to_bytes(metadata: Metadata, *, allow_pickle: bool = False) -> bytes:
     _metadata(Field(root, METADATA_FILE), objects)
     text = _text({key: value for key, value in root.items() if key != "crc32"}).encode()
     if len(text) + _ENDING_SIZE > MOST_BYTES:
-        raise CheckpointError(f"would have {len(text)} bytes, expected at most {MOST_BYTES}", file=METADATA_FILE)
+        raise CheckpointError(
+            coded("HP510", f"would have {len(text)} bytes, expected at most {MOST_BYTES}"), file=METADATA_FILE
+        )
     return text + _ENDING % zlib.crc32(text)
 
 
@@ -170,13 +173,15 @@ def from_bytes(data: bytes, file: str | Path, *, allow_pickle: bool | None = Fal
 def _opened(data: bytes, file: str | Path) -> Field:
     """The file's object, if its checksum is right and this library knows its version."""
     if len(data) > MOST_BYTES:
-        raise CheckpointError(f"has {len(data)} bytes, expected at most {MOST_BYTES}", file=file)
+        raise CheckpointError(coded("HP503", f"has {len(data)} bytes, expected at most {MOST_BYTES}"), file=file)
     body, ending = data[:-_ENDING_SIZE], data[-_ENDING_SIZE:]
     if not re.fullmatch(rb',\n"crc32":"[0-9a-f]{8}"}\n', ending):
-        raise CheckpointError("does not end with its checksum: it was cut short, or is no checkpoint", file=file)
+        raise CheckpointError(
+            coded("HP502", "does not end with its checksum: it was cut short, or is no checkpoint"), file=file
+        )
     if ending != _ENDING % (actual := zlib.crc32(body)):
         told = f"the bytes before it give {actual:08x}: the file is damaged, load another checkpoint"
-        raise CheckpointError(told, file=file, field="crc32")
+        raise CheckpointError(coded("HP502", told), file=file, field="crc32")
     root = parse(data, file)
     found = root.object()
     if found.get("format") != FORMAT:

@@ -24,6 +24,7 @@ from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, VERSION
 from hyper_parallel.core.distributed_checkpoint.strict_json import Field, is_text, parse, quoted
+from hyper_parallel.platform.error_codes import coded
 
 SUMS = "@xxh3"  # the key of the checksums
 METADATA = "__metadata__"
@@ -105,16 +106,22 @@ def build_plain_header(
     text = _json({METADATA: dict(metadata)}, entries)
     size = -(-len(text) // 8) * 8
     if size > MOST_HEADER_BYTES:
-        raise CheckpointError(f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+        raise CheckpointError(
+            coded("HP510", f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+        )
     head = size.to_bytes(8, "little") + text.ljust(size)
     return head, [_moved(entry, len(head)) for entry in entries]
 
 
 def _check_key(key: str, seen: set[str]) -> None:
     if key.startswith("@") or key == METADATA:
-        raise CheckpointError(f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it", field=key)
+        raise CheckpointError(
+            coded("HP510", f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it"), field=key
+        )
     if key in seen:
-        raise CheckpointError("two chunks of one file have this key; rename one of the tensors", field=key)
+        raise CheckpointError(
+            coded("HP510", "two chunks of one file have this key; rename one of the tensors"), field=key
+        )
     seen.add(key)
 
 
@@ -161,14 +168,18 @@ def _json(header: dict[str, Any], entries: Sequence[Entry]) -> bytes:
         return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         bad = next(entry.key for entry in entries if not is_text(entry.key))
-        raise CheckpointError("a tensor's name is not valid Unicode; rename it", field=ascii(bad)) from error
+        raise CheckpointError(
+            coded("HP510", "a tensor's name is not valid Unicode; rename it"), field=ascii(bad)
+        ) from error
 
 
 def _head(text: bytes) -> bytes:
     """The length and the text, padded so that the data begins at a block, with the checksum in its place."""
     size = -(-(8 + len(text)) // BLOCK) * BLOCK - 8
     if size > MOST_HEADER_BYTES:
-        raise CheckpointError(f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+        raise CheckpointError(
+            coded("HP510", f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+        )
     head = bytearray(size.to_bytes(8, "little") + text.ljust(size))
     head[CRC_PLACE] = b"%08x" % zlib.crc32(head)
     return bytes(head)
@@ -184,7 +195,9 @@ def read_head(fd: int, file: object) -> bytes:
     length = _header_length(start, size, file)
     head = start + _pread(fd, length, 8)
     if len(head) < 8 + length:
-        raise CheckpointError(f"the file ends at byte {len(head)}, within the header", file=str(file), field="header")
+        raise CheckpointError(
+            coded("HP503", f"the file ends at byte {len(head)}, within the header"), file=str(file), field="header"
+        )
     return head
 
 
@@ -202,11 +215,15 @@ def parse_header(head: bytes, file_size: int, file: object, *, ours: bool = True
     name = str(file)
     length = _header_length(head, file_size, name)
     if len(head) != 8 + length:
-        raise CheckpointError(f"{8 + length} bytes expected, {len(head)} came", file=name, field="header")
+        raise CheckpointError(
+            coded("HP503", f"{8 + length} bytes expected, {len(head)} came"), file=name, field="header"
+        )
     if ours:
         _check_crc(head, name)
         if len(head) % BLOCK:
-            raise CheckpointError(f"the data must begin at a multiple of {BLOCK}", file=name, field="length")
+            raise CheckpointError(
+                coded("HP503", f"the data must begin at a multiple of {BLOCK}"), file=name, field="length"
+            )
     root = parse(head[8:], name)
     metadata = root.at(METADATA, root.object().get(METADATA, {}))
     texts = _metadata(metadata)
@@ -221,11 +238,13 @@ def parse_header(head: bytes, file_size: int, file: object, *, ours: bool = True
 
 def _header_length(head: bytes, file_size: int, file: object) -> int:
     if len(head) < 8:
-        raise CheckpointError(f"a data file has at least 8 bytes, this has {len(head)}", file=str(file), field="length")
+        raise CheckpointError(
+            coded("HP503", f"a data file has at least 8 bytes, this has {len(head)}"), file=str(file), field="length"
+        )
     length = int.from_bytes(head[:8], "little")
     if length > MOST_HEADER_BYTES or 8 + length > file_size:
         told = f"a header of {length} bytes in a file of {file_size}; the limit is {MOST_HEADER_BYTES}"
-        raise CheckpointError(told, file=str(file), field="length")
+        raise CheckpointError(coded("HP503", told), file=str(file), field="length")
     return length
 
 
@@ -235,11 +254,11 @@ def _check_crc(head: bytes, file: str) -> None:
         told = (
             "a header that begins with its checksum was expected; this was not written by hyper_parallel, or is damaged"
         )
-        raise CheckpointError(told, file=file, field="header")
+        raise CheckpointError(coded("HP503", told), file=file, field="header")
     actual = zlib.crc32(head[CRC_PLACE.stop :], zlib.crc32(NO_CRC, zlib.crc32(head[: CRC_PLACE.start])))
     if int(digits, 16) != actual:
         told = f"its checksum is {actual:08x}, and {digits.decode()} is stored; the file is damaged"
-        raise CheckpointError(told, file=file, field="header")
+        raise CheckpointError(coded("HP503", told), file=file, field="header")
 
 
 def _metadata(found: Field) -> dict[str, str]:
@@ -280,7 +299,7 @@ def _entries(
         at, block = end, block + entries[-1].blocks
     if data_start + at != file_size:
         told = f"the header tells of {data_start + at} bytes, the file has {file_size}; it was cut short or added to"
-        raise CheckpointError(told, file=file)
+        raise CheckpointError(coded("HP503", told), file=file)
     return entries
 
 
@@ -310,9 +329,9 @@ def _sums(entries: Sequence[Entry], file: str) -> Entry:
     """The last tensor, which must have a sum for each block of the others."""
     for entry in entries[:-1]:
         if entry.key.startswith("@"):
-            raise CheckpointError("names do not begin with '@'", file=file, field=quoted(entry.key))
+            raise CheckpointError(coded("HP503", "names do not begin with '@'"), file=file, field=quoted(entry.key))
     last = entries[-1] if entries else None
     if last is None or (last.key, last.dtype, last.shape) != (SUMS, "uint64", (last.first_block,)):
         told = f"expected this as the last tensor, U64, with a number for each {BLOCK} bytes of each of the others"
-        raise CheckpointError(told, file=file, field=SUMS)
+        raise CheckpointError(coded("HP503", told), file=file, field=SUMS)
     return last

@@ -51,6 +51,7 @@ from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank, flatt
 from hyper_parallel.core.distributed_checkpoint.streaming import Source, write_plain_file
 from hyper_parallel.core.distributed_checkpoint.strict_json import Field, parse, quoted
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -126,7 +127,9 @@ class HuggingFaceReader(FileSystemReader):
         if os.path.lexists(self.folder / WHOLE):  # the one that transformers prefers, too
             return {WHOLE: None}
         if not os.path.lexists(self.folder / INDEX):
-            raise CheckpointError(f"expected {WHOLE} or {INDEX} in this folder, found neither", file=self.folder)
+            raise CheckpointError(
+                coded("HP501", f"expected {WHOLE} or {INDEX} in this folder, found neither"), file=self.folder
+            )
         with _links_explained(self._follow_links):
             data = read_small_file(self.folder / INDEX, MOST_INDEX_BYTES, follow_links=self._follow_links)
         return _indexed(parse(data, self.folder / INDEX))
@@ -135,7 +138,7 @@ class HuggingFaceReader(FileSystemReader):
         name = _renamed(self._rename, entry.key)
         if name in self._keys:
             told = f"the names {quoted(self._keys[name])} and {quoted(entry.key)} both become {quoted(name)}"
-            raise CheckpointError(told, file=file.path, field=entry.key)
+            raise CheckpointError(coded("HP516", told), file=file.path, field=entry.key)
         self._keys[name] = entry.key
         chunk = ChunkStorageMetadata((0,) * len(entry.shape), entry.shape)
         return name, TensorStorageMetadata(TensorProperties(entry.dtype), entry.shape, ChunkList((chunk,), (place,)))
@@ -159,7 +162,7 @@ def _links_explained(follows: bool) -> Iterator[None]:
         if follows or not isinstance(cause, OSError) or cause.errno != errno.ELOOP:
             raise
         told = "a link, which is not followed; HuggingFaceReader(folder, follow_links=True) follows it to anywhere"
-        raise CheckpointError(told, file=error.file) from cause
+        raise CheckpointError(coded("HP516", told), file=error.file) from cause
 
 
 def _indexed(root: Field) -> dict[str, set[str] | None]:
@@ -184,7 +187,7 @@ def _check_names(file: DataFile, expected: set[str] | None) -> None:
     missing, more = sorted(expected - found), sorted(found - expected)
     told = "is not in the file" if missing else "is in the file, but was not expected there"
     raise CheckpointError(
-        f"{told}: the index belongs to other files", file=file.path, field=quoted([*missing, *more][0])
+        coded("HP516", f"{told}: the index belongs to other files"), file=file.path, field=quoted([*missing, *more][0])
     )
 
 
@@ -193,7 +196,7 @@ def _renamed(rename: Rename, name: str) -> str:
         return name
     made = rename(name) if callable(rename) else rename.get(name, name)
     if type(made) is not str:
-        raise ValueError(f"rename: expected a str for {name!r}, got {made!r}")
+        raise ValueError(coded("HP513", f"rename: expected a str for {name!r}, got {made!r}"))
     return made
 
 
@@ -270,7 +273,7 @@ def export_hugging_face(
     """
     ranks, target = Ranks(alone=no_dist), Path(folder)
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        raise ValueError(coded("HP513", f"max_shard_bytes must be positive, got {max_shard_bytes}"))
 
     def look() -> tuple[Source, dict[str, list[_Weight]]]:
         _check_target(target, overwrite=overwrite)
@@ -300,14 +303,14 @@ def _only_tensors(state_dict: Mapping[str, Any], target: Path, *, overwrite: boo
     for name, leaf in leaves.items():
         if isinstance(leaf.value, PerRank) or not get_platform().is_tensor(leaf.value):
             told = f"only tensors can be in files of Hugging Face, got {type(leaf.value).__name__}; leave it out"
-            raise CheckpointError(told, field=name)
+            raise CheckpointError(coded("HP516", told), field=name)
     return list(leaves)
 
 
 def _check_target(folder: Path, *, overwrite: bool) -> None:
     if not overwrite and (found := _old_weights(folder)):
         told = f"there are weights already: {some(found)}; choose another folder, or pass overwrite=True"
-        raise CheckpointError(told, file=folder)
+        raise CheckpointError(coded("HP516", told), file=folder)
 
 
 def _old_weights(folder: Path) -> list[str]:
@@ -317,9 +320,11 @@ def _old_weights(folder: Path) -> list[str]:
 def _weights(source: Source, prefix: str, dtype: str | None, names: Rename, keep: Sequence[str]) -> list[_Weight]:
     """The tensors that are stored, in the order of their names."""
     if dtype is not None and "float" not in dtype:
-        raise ValueError(f"dtype: expected one of floating-point numbers, got {dtype}")
+        raise ValueError(coded("HP513", f"dtype: expected one of floating-point numbers, got {dtype}"))
     if prefix and not prefix.endswith("."):
-        raise ValueError(f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}")
+        raise ValueError(
+            coded("HP513", f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}")
+        )
     groups: dict[str, list[str]] = {}
     for name, entry in source.tensors.items():
         if name.startswith(prefix):
@@ -327,14 +332,14 @@ def _weights(source: Source, prefix: str, dtype: str | None, names: Rename, keep
     if not groups:
         tops = sorted({name.split(".")[0] for name in source.tensors})
         raise CheckpointError(
-            f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix"
+            coded("HP516", f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix")
         )
     places = {name: place for place, name in enumerate(keep)}
     chosen = sorted(min(group, key=lambda name: _preference(name, places)) for group in groups.values())
     made = [_weight(source, name, _renamed(names, name[len(prefix) :]), dtype) for name in chosen]
     [(key, count)] = Counter(weight.key for weight in made).most_common(1)
     if count > 1:
-        raise CheckpointError("two tensors would have this name in the files", field=key)
+        raise CheckpointError(coded("HP516", "two tensors would have this name in the files"), field=key)
     return made
 
 
@@ -346,7 +351,7 @@ def _weight(source: Source, name: str, key: str, dtype: str | None) -> _Weight:
     own = source.dtype(name)
     kind = dtype if dtype is not None and "float" in own else own
     if kind not in FOREIGN_CODES:
-        raise CheckpointError(f"files of Hugging Face have no {kind}; leave it out", field=name)
+        raise CheckpointError(coded("HP516", f"files of Hugging Face have no {kind}; leave it out"), field=name)
     return _Weight(key, name, kind, tuple(source.tensors[name].size))
 
 
@@ -395,7 +400,9 @@ def _publish(folder: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
             sync_folder(folder)
     except OSError as error:
         _remove(folder, [*shards, INDEX])
-        raise CheckpointError(f"the weights cannot be given their names: {error.strerror}", file=folder) from error
+        raise CheckpointError(
+            coded("HP505", f"the weights cannot be given their names: {error.strerror}"), file=folder
+        ) from error
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:

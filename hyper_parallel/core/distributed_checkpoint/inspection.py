@@ -33,6 +33,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
 from hyper_parallel.core.distributed_checkpoint.streaming import Source
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 _DATA = re.compile(r"data-([0-9a-f]{16})-(\d{5,10})\.safetensors")
 _Expected = dict[int, list[tuple[str, ChunkStorageMetadata]]]  # the chunks in the file of each rank
@@ -64,7 +65,9 @@ def verify_checkpoint(
     for rank in sorted(expected):
         told = f"the file is missing; {len(expected[rank])} chunks are in it"
         assert metadata is not None
-        problems.append(CheckpointError(told, file=reader.folder / data_file_name(metadata.storage_data.tag, rank)))
+        problems.append(
+            CheckpointError(coded("HP501", told), file=reader.folder / data_file_name(metadata.storage_data.tag, rank))
+        )
     return problems
 
 
@@ -90,11 +93,16 @@ def _path_problems(
         if path.suffix not in (".tmp", ".safetensors"):
             return []
         return [
-            CheckpointError("the metadata does not know this file; a save that broke off may have left it", file=path)
+            CheckpointError(
+                coded("HP518", "the metadata does not know this file; a save that broke off may have left it"),
+                file=path,
+            )
         ]
     tag, rank = named[1], int(named[2])
     if metadata is not None and (tag != metadata.storage_data.tag or rank >= metadata.storage_data.ranks):
-        return [CheckpointError("the metadata does not know this file; it is of another save", file=path)]
+        return [
+            CheckpointError(coded("HP518", "the metadata does not know this file; it is of another save"), file=path)
+        ]
     return _file_problems(path, tag, rank, reader, expected.pop(rank, []), progress)
 
 

@@ -23,6 +23,7 @@ from hyper_parallel.core.distributed_checkpoint.report import LoadReport, some
 from hyper_parallel.core.distributed_checkpoint.resharding import Filling, filling
 from hyper_parallel.core.distributed_checkpoint.state_dict import Leaf, PerRank, flattened, place, state_of, unwrapped
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 
 class StandardLoadPlanner(LoadPlanner):
@@ -77,13 +78,19 @@ class StandardLoadPlanner(LoadPlanner):
             near = difflib.get_close_matches(report.missing[0], report.unexpected, 3)
             hint = f"; near names in it are {', '.join(near)}" if near else ""
             raise CheckpointError(
-                f"{len(report.missing)} names are not in the checkpoint: {some(report.missing)}{hint}; "
-                "StandardLoadPlanner(allow_partial_load=True) leaves such as they are"
+                coded(
+                    "HP507",
+                    f"{len(report.missing)} names are not in the checkpoint: {some(report.missing)}{hint}; "
+                    "StandardLoadPlanner(allow_partial_load=True) leaves such as they are",
+                )
             )
         if report.unexpected and strict:
             raise CheckpointError(
-                f"{len(report.unexpected)} names of the checkpoint were not asked for: {some(report.unexpected)}; "
-                "strict=False loads without them"
+                coded(
+                    "HP507",
+                    f"{len(report.unexpected)} names of the checkpoint were not asked for: {some(report.unexpected)}; "
+                    "strict=False loads without them",
+                )
             )
 
     # --- one name
@@ -95,7 +102,7 @@ class StandardLoadPlanner(LoadPlanner):
             have, want = (
                 ("a tensor", "an object") if isinstance(saved, TensorStorageMetadata) else ("an object", "a tensor")
             )
-            raise CheckpointError(f"the checkpoint has {have}, the state dict {want}", field=name)
+            raise CheckpointError(coded("HP508", f"the checkpoint has {have}, the state dict {want}"), field=name)
         if not isinstance(saved, TensorStorageMetadata):
             self._found["loaded"].append(name)
             index = MetadataIndex(name)
@@ -136,7 +143,9 @@ class StandardLoadPlanner(LoadPlanner):
 
     def _filled(self, name: str, local: Any, found: Filling, saved: TensorStorageMetadata) -> list[ReadItem]:
         if not found.is_whole:
-            raise CheckpointError("the checkpoint does not have all elements of this tensor", field=name)
+            raise CheckpointError(
+                coded("HP508", "the checkpoint does not have all elements of this tensor"), field=name
+            )
         self._locals[name], self._parts[name] = local, found.parts
         self._found["loaded"].append(name)
         if not found.is_as_stored:
@@ -146,7 +155,9 @@ class StandardLoadPlanner(LoadPlanner):
 
     def _check(self, name: str, entry: Entry, size: tuple[int, ...], saved: TensorStorageMetadata) -> None:
         if tuple(saved.size) != size:
-            raise CheckpointError(f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}", field=name)
+            raise CheckpointError(
+                coded("HP508", f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}"), field=name
+            )
         self._check_dtype(name, entry.dtype, saved)
 
     def _check_dtype(self, name: str, dtype: str, saved: TensorStorageMetadata) -> None:
@@ -155,7 +166,11 @@ class StandardLoadPlanner(LoadPlanner):
             return
         if "float" not in stored or "float" not in dtype:
             raise CheckpointError(
-                f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast", field=name
+                coded(
+                    "HP508",
+                    f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast",
+                ),
+                field=name,
             )
         self._found["cast"].append(name)
 

@@ -14,6 +14,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, Path
 from hyper_parallel.core.distributed_checkpoint.planner import LoadPlan, LoadPlanner
 from hyper_parallel.core.distributed_checkpoint.state_dict import dotted
 from hyper_parallel.core.distributed_checkpoint.storage import StorageReader
+from hyper_parallel.platform.error_codes import coded
 
 
 class States:
@@ -40,7 +41,7 @@ class States:
 
 def reader_of(checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
     if checkpoint_id is None:
-        raise ValueError("load: expected checkpoint_id (a folder) or storage_reader, got neither")
+        raise ValueError(coded("HP513", "load: expected checkpoint_id (a folder) or storage_reader, got neither"))
     return reader_for(checkpoint_id)
 
 

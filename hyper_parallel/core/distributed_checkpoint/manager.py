@@ -24,6 +24,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import remove_leftovers
 from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 _T = TypeVar("_T")
 
@@ -51,11 +52,13 @@ class CheckpointManager:
         asynchronous: bool = False,
     ) -> None:
         if keep_last is not None and keep_last < 1:
-            raise ValueError(f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}")
+            raise ValueError(
+                coded("HP513", f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}")
+            )
         if keep_best < 0 or (keep_best and metric is None):
-            raise ValueError(f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}")
+            raise ValueError(coded("HP513", f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}"))
         if mode not in ("min", "max"):
-            raise ValueError(f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}")
+            raise ValueError(coded("HP513", f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}"))
         self.folder = Path(folder)
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
@@ -72,10 +75,12 @@ class CheckpointManager:
         """
         if _OWN_KEY in state:
             raise ValueError(
-                f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state"
+                coded(
+                    "HP513", f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state"
+                )
             )
         if step < 0:
-            raise ValueError(f"CheckpointManager.save: step must not be negative, got {step}")
+            raise ValueError(coded("HP513", f"CheckpointManager.save: step must not be negative, got {step}"))
         self.clean()
         numbers = _on_first_rank(lambda: {name: float(value) for name, value in (metrics or {}).items()})
         whole = {**state, _OWN_KEY: {"step": step, "metrics": numbers}}
@@ -150,13 +155,17 @@ class CheckpointManager:
             else:
                 return self._path(step)
         if steps:
-            raise CheckpointError(f"none of the checkpoints of steps {steps} can be read", file=self.folder)
+            raise CheckpointError(
+                coded("HP501", f"none of the checkpoints of steps {steps} can be read"), file=self.folder
+            )
         return None
 
     def _existing(self, step: int) -> Path:
         path, steps = self._path(step), self._whole()
         if step not in steps:
-            raise CheckpointError(f"there is no whole checkpoint of step {step}; there are those of {steps}", file=path)
+            raise CheckpointError(
+                coded("HP501", f"there is no whole checkpoint of step {step}; there are those of {steps}"), file=path
+            )
         return path
 
     def _best(self) -> list[int]:

@@ -17,6 +17,7 @@ from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePla
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
 from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageWriter, WriteResult
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -54,7 +55,7 @@ def prepare(
     What must be done ``before`` may fail on one rank, as everything here.
     """
     if storage_writer is None and checkpoint_id is None:
-        raise ValueError("save: expected checkpoint_id (a folder) or storage_writer, got neither")
+        raise ValueError(coded("HP513", "save: expected checkpoint_id (a folder) or storage_writer, got neither"))
     writer = storage_writer if storage_writer is not None else FileSystemWriter()
     chosen = planner if planner is not None else StandardSavePlanner()
 
@@ -87,12 +88,14 @@ def _require_new_folder(writer: StorageWriter) -> None:
         or (folder / METADATA_FILE).exists()
         or any(folder.glob(f"data-*-{get_platform().get_rank():05d}.*"))
     ):
-        raise CheckpointError("use_collectives=False needs a new folder for every save", file=folder)
+        raise CheckpointError(coded("HP515", "use_collectives=False needs a new folder for every save"), file=folder)
 
 
 def _plan_together(writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> tuple[SavePlan, Metadata]:
     if ranks.is_silent and ranks.world_size > 1:
-        raise CheckpointError("use_collectives=False needs a planner that plans alone, and the same names on all ranks")
+        raise CheckpointError(
+            coded("HP515", "use_collectives=False needs a planner that plans alone, and the same names on all ranks")
+        )
     local = ranks.together(lambda: writer.optimize_local_plan(planner.build_local_plan()))
     everyone = ranks.gather(local)
     plans, metadata = ranks.together(lambda: planner.build_global_plan(everyone))

@@ -21,6 +21,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import Path
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
@@ -72,10 +73,15 @@ def flattened(state_dict: Mapping[Any, Any], state: Callable[[Path, Any], Any] =
         name = dotted(leaf.path)
         if name in found:
             raise CheckpointError(
-                f"two values have this name: {found[name].path} and {leaf.path}; give one of them another", field=name
+                coded(
+                    "HP510", f"two values have this name: {found[name].path} and {leaf.path}; give one of them another"
+                ),
+                field=name,
             )
         if name.startswith("@"):
-            raise CheckpointError("names that begin with @ are the format's own; choose another", field=name)
+            raise CheckpointError(
+                coded("HP510", "names that begin with @ are the format's own; choose another"), field=name
+            )
         found[name] = leaf
     return found
 
@@ -125,7 +131,7 @@ def is_stateful(value: Any) -> bool:
 
 def _leaves(holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]) -> Iterator[Leaf]:
     if id(holder) in above:
-        raise CheckpointError("the state dict contains itself", field=dotted(path))
+        raise CheckpointError(coded("HP510", "the state dict contains itself"), field=dotted(path))
     above |= {id(holder)}
     steps = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
     for key, value in steps:
@@ -144,7 +150,10 @@ def _step(holder: Any, key: Any, path: Path) -> Any:
     if type(key) is int:
         return (key,)
     raise CheckpointError(
-        f"keys must be strings or ints, got {type(key).__name__} {key!r}; wrap a dict without tensors in a tuple",
+        coded(
+            "HP510",
+            f"keys must be strings or ints, got {type(key).__name__} {key!r}; wrap a dict without tensors in a tuple",
+        ),
         field=dotted(path) or None,
     )
 
@@ -156,5 +165,5 @@ def _is_entered(value: Any, path: Path) -> bool:
         return any(not isinstance(item, _SCALARS) for item in value)
     if isinstance(value, tuple) and any(get_platform().is_tensor(item) for item in value):
         told = f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}"
-        raise CheckpointError(told, field=dotted(path))
+        raise CheckpointError(coded("HP510", told), field=dotted(path))
     return False

@@ -27,6 +27,7 @@ from hyper_parallel.core.distributed_checkpoint.header import build_plain_header
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, TensorStorageMetadata, dtype_name
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks, read_items
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 STAGING = 1 << 22  # bytes of a tensor that are in memory at once
 _MOST_OPEN = 64  # files
@@ -165,5 +166,5 @@ def write_plain_file(
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"cannot be written: {error.strerror or error}", file=path) from error
+            raise CheckpointError(coded("HP505", f"cannot be written: {error.strerror or error}"), file=path) from error
         raise

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.platform.error_codes import coded
 
 MOST_NESTED = 64  # brackets that may be open at once
 MOST_DIGITS = 1000  # of an int; reading one takes time that grows with the square
@@ -47,13 +48,17 @@ def nesting(data: bytes) -> int:
 def parse(data: bytes, file: str | Path) -> Field:
     """One JSON value; no key twice in an object, no numbers that are not finite."""
     if (deepest := nesting(data)) > MOST_NESTED:
-        raise CheckpointError(f"nested {deepest} levels deep, expected at most {MOST_NESTED}", file=file)
+        raise CheckpointError(
+            coded("HP503", f"nested {deepest} levels deep, expected at most {MOST_NESTED}"), file=file
+        )
     try:
         value = json.loads(
             data.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_float
         )
     except ValueError as error:
-        raise CheckpointError(f"cannot be read as JSON: {shortened(str(error), 200)}", file=file) from None
+        raise CheckpointError(
+            coded("HP503", f"cannot be read as JSON: {shortened(str(error), 200)}"), file=file
+        ) from None
     return Field(value, file)
 
 
@@ -133,7 +138,7 @@ class Field:
 
     def fail(self, message: str) -> NoReturn:
         """Says what is wrong with this field."""
-        raise CheckpointError(message, file=self.file, field=self.name or None)
+        raise CheckpointError(coded("HP503", message), file=self.file, field=self.name or None)
 
     def expected(self, what: str) -> NoReturn:
         """Says what should have been here."""

@@ -16,6 +16,7 @@ from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import fill
 from hyper_parallel.core.distributed_checkpoint.holdings import Holdings
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, TensorStorageMetadata
+from hyper_parallel.platform.error_codes import coded
 
 Chunk = tuple[str, tuple[int, ...]]  # the name of a tensor and the offsets of one of its chunks
 
@@ -69,7 +70,7 @@ def _check_alike(name: str, holders: list[Holdings]) -> None:
         kinds.setdefault((entry.dtype, entry.size), held.rank)
     if len(kinds) > 1:
         told = "; ".join(f"rank {rank} has {dtype} of shape {size}" for (dtype, size), rank in kinds.items())
-        raise CheckpointError(f"the ranks have different tensors of this name: {told}", field=name)
+        raise CheckpointError(coded("HP509", f"the ranks have different tensors of this name: {told}"), field=name)
 
 
 def _fills_its_mesh(entry: Entry, holders: list[Holdings]) -> bool:
@@ -112,8 +113,11 @@ def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
         if len(samples) > 1:
             ranks = sorted(samples.values())[:2]
             raise CheckpointError(
-                f"ranks {ranks[0]} and {ranks[1]} have different values, and no layout says that they are parts of one "
-                "tensor: give them names of their own, wrap them in PerRank, or make them a DTensor",
+                coded(
+                    "HP509",
+                    f"ranks {ranks[0]} and {ranks[1]} have different values, and no layout says that they are parts of "
+                    "one tensor: give them names of their own, wrap them in PerRank, or make them a DTensor",
+                ),
                 field=name,
             )
 
@@ -122,8 +126,11 @@ def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
     if not fill([chunk_of(box) for box in boxes], entry.size):
         have, need = sum(map(_volume, boxes)), _volume(tuple((0, size) for size in entry.size))
         raise CheckpointError(
-            f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
-            "rank of its mesh must take part, and all must cut it alike",
+            coded(
+                "HP509",
+                f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
+                "rank of its mesh must take part, and all must cut it alike",
+            ),
             field=name,
         )
 
@@ -135,15 +142,18 @@ def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
             before = first.setdefault(name, held)
             if before.texts[name] != text:
                 raise CheckpointError(
-                    f"rank {before.rank} has {before.texts[name]:.60}, rank {held.rank} has {text:.60}: objects must "
-                    "be the same on all ranks; wrap what each rank has its own of in PerRank",
+                    coded(
+                        "HP509",
+                        f"rank {before.rank} has {before.texts[name]:.60}, rank {held.rank} has {text:.60}: objects "
+                        "must be the same on all ranks; wrap what each rank has its own of in PerRank",
+                    ),
                     field=name,
                 )
     for name, held in first.items():
         made.objects[held.rank].add(name)
     clash = sorted(set(first) & set(made.tensors))
     if clash:
-        raise CheckpointError("is a tensor on some ranks and an object on others", field=clash[0])
+        raise CheckpointError(coded("HP509", "is a tensor on some ranks and an object on others"), field=clash[0])
 
 
 def _volume(box: Box) -> int:

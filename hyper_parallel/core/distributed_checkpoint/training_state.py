@@ -29,6 +29,7 @@ from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 Saved = Mapping[str, "TensorStorageMetadata | BytesStorageMetadata"]  # by the names below the value that expects it
 
@@ -58,7 +59,9 @@ class ModelState:
         wrong = sorted(mine.keys() ^ state_dict.keys())
         if wrong:
             there = "is not in the state dict" if wrong[0] in mine else "is not in the model"
-            raise CheckpointError(f"{wrong[0]} {there}, nor are {len(wrong) - 1} others in both", field=wrong[0])
+            raise CheckpointError(
+                coded("HP512", f"{wrong[0]} {there}, nor are {len(wrong) - 1} others in both"), field=wrong[0]
+            )
         for name, value in state_dict.items():
             if platform.is_tensor(mine[name]) and value is not mine[name]:
                 platform.load_into_param(mine[name], value)
@@ -132,16 +135,22 @@ class OptimizerState:
         if strangers:
             what = getattr(strangers[0], "shape", strangers[0])
             raise CheckpointError(
-                f"{type(self.optimizer).__name__} keeps state for {what!r}, which is no parameter of its groups; only "
-                "state of parameters can be stored"
+                coded(
+                    "HP512",
+                    f"{type(self.optimizer).__name__} keeps state for {what!r}, which is no parameter of its groups; "
+                    "only state of parameters can be stored",
+                )
             )
         for number, group in enumerate(groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise CheckpointError(
-                        f"group {number} of {type(self.optimizer).__name__} has a parameter of shape "
-                        f"{tuple(parameter.shape)} that the model has no name for; make the optimizer from the "
-                        "parameters of this model, after they were put on the mesh"
+                        coded(
+                            "HP512",
+                            f"group {number} of {type(self.optimizer).__name__} has a parameter of shape "
+                            f"{tuple(parameter.shape)} that the model has no name for; make the optimizer from the "
+                            "parameters of this model, after they were put on the mesh",
+                        )
                     )
                 yield names[id(parameter)], parameter, group
 
@@ -152,8 +161,12 @@ class OptimizerState:
             for key, value in values.items():
                 if isinstance(value, (list, dict)):
                     raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps a {type(value).__name__} here; only tensors and plain "
-                        "values can be laid out anew for other ranks. Save the optimizer's own state_dict() instead",
+                        coded(
+                            "HP512",
+                            f"{type(self.optimizer).__name__} keeps a {type(value).__name__} here; only tensors and "
+                            "plain values can be laid out anew for other ranks. Save the optimizer's own state_dict() "
+                            "instead",
+                        ),
                         field=f"state.{name}.{key}",
                     )
         return running
@@ -175,8 +188,12 @@ class OptimizerState:
             missing = [name for name in group["params"] if name not in home]
             if missing:
                 raise CheckpointError(
-                    f"{missing[0]} and {len(missing) - 1} others of group {number} are in no group of the checkpoint; "
-                    "load the model without the optimizer, or make the optimizer from the parameters that it had",
+                    coded(
+                        "HP512",
+                        f"{missing[0]} and {len(missing) - 1} others of group {number} are in no group of the "
+                        "checkpoint; load the model without the optimizer, or make the optimizer from the parameters "
+                        "that it had",
+                    ),
                     field="groups",
                 )
             _check_alike(number, group["params"], home, saved)
@@ -303,8 +320,12 @@ def _check_alike(
         for option in sorted(first.keys() | second.keys()):
             if not _equal(first.get(option), second.get(option)):
                 raise CheckpointError(
-                    f"group {number} has {mine} and {other}, but the checkpoint has them in groups {here} and {there}, "
-                    f"with {option} {first.get(option)!r} and {second.get(option)!r}; cut the groups as they were",
+                    coded(
+                        "HP512",
+                        f"group {number} has {mine} and {other}, but the checkpoint has them in groups {here} and "
+                        f"{there}, with {option} {first.get(option)!r} and {second.get(option)!r}; cut the groups as "
+                        "they were",
+                    ),
                     field="groups",
                 )
 
@@ -345,7 +366,9 @@ def _generators() -> dict[str, NDArray[np.uint8]]:
     found = np.random.get_state(legacy=False)
     assert isinstance(found, dict)
     if found["bit_generator"] != "MT19937":
-        raise CheckpointError(f"numpy's global generator must be MT19937 to be stored, got {found['bit_generator']}")
+        raise CheckpointError(
+            coded("HP512", f"numpy's global generator must be MT19937 to be stored, got {found['bit_generator']}")
+        )
     words = (*found["state"]["key"].tolist(), found["state"]["pos"])
     states["numpy"] = _packed(words, found["gauss"] if found["has_gauss"] else None)
     return states

@@ -14,12 +14,16 @@ import functools
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.axes import name_axis
+from hyper_parallel.platform.error_codes import coded
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # costs as much as three of our own modules
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 _current = threading.local()
@@ -30,7 +34,7 @@ class DeviceMesh:
 
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         if not isinstance(device_type, str):
-            raise TypeError(f"DeviceMesh: device_type must be a str, got {device_type!r}")
+            raise TypeError(coded("HP201", f"DeviceMesh: device_type must be a str, got {device_type!r}"))
         self._ranks = _as_ranks(mesh)
         self._names = _checked_names(mesh_dim_names, self._ranks.ndim)
         self.device_type = device_type
@@ -125,7 +129,7 @@ class DeviceMesh:
     def axis_index(self, name: str) -> int:
         """The axis of that name, counted from the left."""
         if not isinstance(name, str):
-            raise TypeError(f"axis_index: name must be a str, got {name!r}")
+            raise TypeError(coded("HP202", f"axis_index: name must be a str, got {name!r}"))
         return self._axis(name)
 
     def axis_id(self, name: str) -> int:
@@ -138,6 +142,7 @@ class DeviceMesh:
         """The group of the ranks that differ from this one only along an axis; made when first asked for."""
         axis = self._axis(mesh_dim) if mesh_dim is not None else self._only_axis("get_group")
         ranks, platform = self.get_rank_list_along_axis(axis), get_platform()
+        name_axis(ranks, self._names[axis] if self._names else str(axis))
         return platform.get_created_group(ranks) or platform.create_group(ranks)
 
     def get_all_groups(self) -> list[Any]:
@@ -154,7 +159,7 @@ class DeviceMesh:
         if (axis, rank) not in self._lines:
             coordinate = self.coordinate_of(rank)
             if coordinate is None:
-                raise ValueError(f"get_devices_for_axis: rank {rank} is not in {self}")
+                raise ValueError(coded("HP205", f"get_devices_for_axis: rank {rank} is not in {self}"))
             index = tuple(slice(None) if a == axis else place for a, place in enumerate(coordinate))
             self._lines[axis, rank] = tuple(self._ranks[index].tolist())
         return list(self._lines[axis, rank])
@@ -180,17 +185,21 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The axes of these names through this rank, as a mesh of its own."""
         if self._names is None:
-            raise RuntimeError(f"{self} has no names for its axes; give it mesh_dim_names to cut it by name")
+            raise RuntimeError(
+                coded("HP202", f"{self} has no names for its axes; give it mesh_dim_names to cut it by name")
+            )
         wanted = (names,) if isinstance(names, str) else tuple(names)
         root = self.root_mesh
         if len(wanted) == 1 and wanted[0] not in self._names and wanted[0] in root._parts:
             return root._parts[wanted[0]]
         unknown = [name for name in wanted if name not in self._names]
         if unknown:
-            raise KeyError(f"no axis {unknown[0]!r} in {self._names}")
+            raise KeyError(coded("HP203", f"no axis {unknown[0]!r} in {self._names}"))
         axes = [self._names.index(name) for name in wanted]
         if axes != sorted(set(axes)):
-            raise ValueError(f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}")
+            raise ValueError(
+                coded("HP203", f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}")
+            )
         if axes == list(range(self.ndim)):
             return self
         own = self.own_coordinate("cutting the mesh")
@@ -203,9 +212,9 @@ class DeviceMesh:
         known = self.root_mesh._parts.get(name)
         flat = self._derive(self._ranks.reshape(-1), (name,))
         if known is not None and known != flat:
-            raise ValueError(f"flatten: {name!r} already names {known}")
+            raise ValueError(coded("HP206", f"flatten: {name!r} already names {known}"))
         if self.root_mesh._names and name in self.root_mesh._names and self.ndim > 1:
-            raise ValueError(f"flatten: {name!r} already names an axis of {self.root_mesh}")
+            raise ValueError(coded("HP206", f"flatten: {name!r} already names an axis of {self.root_mesh}"))
         return self.root_mesh._parts.setdefault(name, flat)
 
     def unflatten(self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
@@ -213,9 +222,13 @@ class DeviceMesh:
         axis = self._axis(dim)
         if math.prod(sizes) != self.mesh_shape[axis]:
             have = self.mesh_shape[axis]
-            raise ValueError(f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}")
+            raise ValueError(
+                coded("HP206", f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}")
+            )
         if (names is None) != (self._names is None) or (names is not None and len(names) != len(sizes)):
-            raise ValueError(f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}")
+            raise ValueError(
+                coded("HP202", f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}")
+            )
         shape = (*self.mesh_shape[:axis], *sizes, *self.mesh_shape[axis + 1 :])
         all_names = None
         if self._names is not None and names is not None:
@@ -227,7 +240,9 @@ class DeviceMesh:
         """One mesh of all axes of several, which were cut from one mesh through the same rank."""
         roots = {id(mesh.root_mesh): mesh.root_mesh for mesh in meshes}
         if len(roots) != 1:
-            raise ValueError(f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}")
+            raise ValueError(
+                coded("HP206", f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}")
+            )
         [root] = roots.values()
         names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
         return root[tuple(names)]
@@ -241,15 +256,19 @@ class DeviceMesh:
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None:
             if len(groups) != 1:
-                raise ValueError(f"from_group: {len(groups)} groups need mesh=, the ranks in a grid")
+                raise ValueError(coded("HP206", f"from_group: {len(groups)} groups need mesh=, the ranks in a grid"))
             mesh = platform.get_process_group_ranks(groups[0])
         made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
         if len(groups) != made.ndim:
-            raise ValueError(f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}")
+            raise ValueError(
+                coded("HP206", f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}")
+            )
         for axis, held in enumerate(groups):
             ranks = sorted(platform.get_process_group_ranks(held))
             if ranks != sorted(made.get_rank_list_along_axis(axis)):
-                raise ValueError(f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others")
+                raise ValueError(
+                    coded("HP206", f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others")
+                )
         platform.mark_created_groups(groups)
         return made
 
@@ -272,24 +291,26 @@ class DeviceMesh:
     def _axis(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, str):
             if self._names is None or mesh_dim not in self._names:
-                raise KeyError(f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}")
+                raise KeyError(coded("HP203", f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}"))
             return self._names.index(mesh_dim)
         if not isinstance(mesh_dim, int) or isinstance(mesh_dim, bool):
-            raise TypeError(f"an axis is named by an int or a str, got {mesh_dim!r}")
+            raise TypeError(coded("HP203", f"an axis is named by an int or a str, got {mesh_dim!r}"))
         if not -self.ndim <= mesh_dim < self.ndim:
-            raise ValueError(f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}")
+            raise ValueError(coded("HP203", f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}"))
         return mesh_dim % self.ndim
 
     def _only_axis(self, call: str) -> int:
         if self.ndim != 1:
-            raise ValueError(f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one")
+            raise ValueError(
+                coded("HP203", f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one")
+            )
         return 0
 
     def own_coordinate(self, call: str) -> tuple[int, ...]:
         """This rank's place along each axis; an error that names ``call`` if it is not in the mesh."""
         coordinate = self.get_coordinate()
         if coordinate is None:
-            raise RuntimeError(f"{call}: rank {self.rank} is not in {self}")
+            raise RuntimeError(coded("HP205", f"{call}: rank {self.rank} is not in {self}"))
         return coordinate
 
 
@@ -306,16 +327,18 @@ def init_device_mesh(
     The same arguments return the same object. ``init_backend`` joins the job if that has not been done.
     """
     if isinstance(mesh_shape, (str, int)) or not isinstance(mesh_shape, Iterable):
-        raise TypeError(f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}")
+        raise TypeError(coded("HP201", f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}"))
     shape = tuple(mesh_shape)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
-        raise TypeError(f"init_device_mesh: mesh_shape must hold ints, got {shape}")
+        raise TypeError(coded("HP201", f"init_device_mesh: mesh_shape must hold ints, got {shape}"))
     if not shape or min(shape) < 1:
-        raise ValueError(f"init_device_mesh: every axis needs at least one rank, got {shape}")
+        raise ValueError(coded("HP201", f"init_device_mesh: every axis needs at least one rank, got {shape}"))
     count = math.prod(shape)
     ranks = _block(count, init_backend) if rank_list is None else tuple(rank_list)
     if len(ranks) != count:
-        raise ValueError(f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}")
+        raise ValueError(
+            coded("HP201", f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}")
+        )
     grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
     made = DeviceMesh(device_type, grid, mesh_dim_names=mesh_dim_names)
     return _meshes.setdefault(made.to_hash(), made)
@@ -324,7 +347,7 @@ def init_device_mesh(
 def get_current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``."""
     if not _stack():
-        raise RuntimeError("there is no current mesh; use `with mesh:` or pass device_mesh=")
+        raise RuntimeError(coded("HP207", "there is no current mesh; use `with mesh:` or pass device_mesh="))
     return _stack()[-1]
 
 
@@ -334,25 +357,27 @@ def _block(count: int, init_backend: bool) -> tuple[int, ...]:
         platform.init_process_group()
     world = platform.get_world_size()
     if init_backend and world % count:
-        raise ValueError(f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=")
+        raise ValueError(
+            coded("HP201", f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=")
+        )
     first = platform.get_rank() // count * count
     return tuple(range(first, first + count))
 
 
 def _as_ranks(mesh: Any) -> NDArray[np.int64]:
     if isinstance(mesh, (str, bytes, dict)) or mesh is None:
-        raise TypeError(f"DeviceMesh: mesh must hold global ranks, got {mesh!r}")
+        raise TypeError(coded("HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}"))
     if get_platform().is_tensor(mesh):
         mesh = get_platform().tensor_to_numpy(mesh)
     try:
         ranks = np.asarray(mesh)
     except ValueError as error:
-        raise ValueError(f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}") from error
+        raise ValueError(coded("HP201", f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}")) from error
     if ranks.dtype.kind not in "iu":
-        raise TypeError(f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}")
+        raise TypeError(coded("HP201", f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}"))
     ranks = ranks.astype(np.int64) if ranks.ndim else ranks.astype(np.int64).reshape(1)
     if not ranks.size or ranks.min() < 0 or len(np.unique(ranks)) != ranks.size:
-        raise ValueError(f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}")
+        raise ValueError(coded("HP201", f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}"))
     return ranks
 
 
@@ -361,9 +386,9 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | 
         return None
     found = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in found):
-        raise TypeError(f"mesh_dim_names must be strings, got {found}")
+        raise TypeError(coded("HP202", f"mesh_dim_names must be strings, got {found}"))
     if len(found) != ndim or len(set(found)) != ndim:
-        raise ValueError(f"mesh_dim_names must be {ndim} different names, one an axis, got {found}")
+        raise ValueError(coded("HP202", f"mesh_dim_names must be {ndim} different names, one an axis, got {found}"))
     return found
 
 

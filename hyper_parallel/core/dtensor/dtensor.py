@@ -27,6 +27,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.routes import local_for, routes_of_moved, versions
 from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -54,8 +55,11 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         told = shape is not None or layout.is_fused  # sections say the size of their dim
         if told and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
             raise ValueError(
-                f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but {layout} "
-                f"gives it {expected} of a tensor of shape {whole}"
+                coded(
+                    "HP220",
+                    f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but "
+                    f"{layout} gives it {expected} of a tensor of shape {whole}",
+                )
             )
         if run_check:
             _check_ranks(local_tensor, layout, whole)
@@ -94,7 +98,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """The same tensor in another layout on the same mesh; Replicate where none is given."""
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
-            raise ValueError(f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}")
+            raise ValueError(coded("HP224", f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}"))
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
         target = layout_of(mesh, wanted, len(self._shape))
         if target is self._layout:
@@ -135,7 +139,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
 def _check_dense(name: str, tensor: Any) -> None:
     if not platform.is_dense(tensor):
-        raise ValueError(f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first")
+        raise ValueError(
+            coded("HP222", f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first")
+        )
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:
@@ -157,14 +163,16 @@ _LAYOUTS: MutableMapping[Any, Layout] = WeakValueDictionary()
 
 def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        raise TypeError(coded("HP211", f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}"))
     if isinstance(placements, (Placement, str)):
         placements = [placements]
     base = Layout.from_device_mesh(mesh)
     if any(isinstance(entry, Placement) for entry in placements):
         return base(list(placements)).bind(ndim)
     if len(placements) != ndim:
-        raise ValueError(f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}")
+        raise ValueError(
+            coded("HP211", f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}")
+        )
     return base(*placements)
 
 
@@ -176,12 +184,16 @@ def distribute_tensor(
     The shard is a leaf with memory of its own, which gets a gradient if the tensor does.
     """
     if isinstance(tensor, DTensor):
-        raise ValueError(f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()")
+        raise ValueError(
+            coded("HP222", f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()")
+        )
     _check_dense("distribute_tensor", tensor)
     layout = layout_of(device_mesh, placements, len(tensor.shape))
     if src_data_rank is not None:
         if src_data_rank not in layout.rank_list:
-            raise ValueError(f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}")
+            raise ValueError(
+                coded("HP222", f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}")
+            )
         group = platform.create_group(layout.rank_list)
         tensor = platform.broadcast(platform.clone(tensor), src_data_rank, group)
     whole = layout.with_placements([Replicate()] * layout.mesh.ndim)
@@ -207,7 +219,7 @@ def distribute_module(
     out, and may return something else.
     """
     if getattr(module, "_is_distributed", False):
-        raise RuntimeError("distribute_module: the module is distributed already; it can be done once")
+        raise RuntimeError(coded("HP223", "distribute_module: the module is distributed already; it can be done once"))
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     enter = _with_module("input_fn", input_fn)
     leave = _with_module("output_fn", output_fn)
@@ -253,7 +265,11 @@ def _with_module(argument: str, function: Any) -> Any:
         )
         return lambda _, values, mesh: function(values, mesh)
     if count != 3:
-        raise ValueError(f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments")
+        raise ValueError(
+            coded(
+                "HP223", f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments"
+            )
+        )
     return function
 
 
@@ -306,7 +322,9 @@ def _asked(call: str, size: Any, device_mesh: Any, placements: Any) -> tuple[tup
     shape = (size,) if isinstance(size, int) else tuple(size)
     layout = layout_of(device_mesh, placements, len(shape))
     if layout.is_partial():
-        raise ValueError(f"{call}: {layout} leaves a reduction pending, of which the parts are not known")
+        raise ValueError(
+            coded("HP213", f"{call}: {layout} leaves a reduction pending, of which the parts are not known")
+        )
     return shape, layout
 
 
@@ -341,7 +359,9 @@ def _require_one(name: str, found: dict[int, Any], layout: Layout) -> None:
         first = next(iter(found))
         others = [rank for rank, value in found.items() if value != found[first]]
         told = f": {found}" if name != "values" else ""
-        raise ValueError(f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}")
+        raise ValueError(
+            coded("HP221", f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}")
+        )
 
 
 def _digest(local: Any) -> str:

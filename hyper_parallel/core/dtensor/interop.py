@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor
 
 platform = get_platform()
@@ -51,7 +52,7 @@ def to_native(dtensor: DTensor) -> Any:
     A leaf, a parameter for instance, becomes a leaf with a gradient of its own; any other tensor keeps its graph.
     """
     if not isinstance(dtensor, DTensor):
-        raise TypeError(f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}")
+        raise TypeError(coded("HP228", f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}"))
     placements = tuple(_parts_of(placement) for placement in dtensor.placements)
     is_parameter = isinstance(dtensor, platform.Parameter)
     mesh = mesh_to_native(dtensor.device_mesh)
@@ -81,7 +82,9 @@ def mesh_to_native(mesh: DeviceMesh) -> Any:
     Convert a mesh before tensors that lie on parts of it: ``mesh["tp"]`` then becomes a part of the converted mesh.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}")
+        raise TypeError(
+            coded("HP228", f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}")
+        )
     if mesh not in _to_native:
         _check_order("mesh_to_native", mesh)
         _pair(mesh, _part_of_root(mesh) or _made(mesh))
@@ -113,7 +116,9 @@ def _check_order(call: str, mesh: DeviceMesh) -> None:
     """A group has its ranks in ascending order, and torch takes that for the order along the axis."""
     axis = mesh.descending_axis
     if axis is not None:
-        raise ValueError(f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not")
+        raise ValueError(
+            coded("HP228", f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not")
+        )
 
 
 def _placement(kind: str, *details: Any) -> Placement:
@@ -126,8 +131,11 @@ def _placement(kind: str, *details: Any) -> Placement:
 def _parts_of(placement: Placement) -> tuple[Any, ...]:
     if isinstance(placement, FusedShard):
         raise ValueError(
-            f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
-            f"redistribute() to Shard({placement.dim}) first"
+            coded(
+                "HP228",
+                f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
+                f"redistribute() to Shard({placement.dim}) first",
+            )
         )
     if isinstance(placement, Shard):
         return ("shard", placement.dim, placement.split_factor if isinstance(placement, StridedShard) else 1)

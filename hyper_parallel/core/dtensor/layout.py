@@ -32,6 +32,7 @@ from hyper_parallel.core.dtensor.placement_types import (
     commute,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.transform import chunk_span
 
 NONE = "None"  # an alias for: no axis cuts this dim
@@ -58,7 +59,9 @@ class Layout:
         shape = tuple(mesh_shape)
         ranks = tuple(range(math.prod(shape))) if rank_list is None else tuple(rank_list)
         if len(ranks) != math.prod(shape):
-            raise ValueError(f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}")
+            raise ValueError(
+                coded("HP201", f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}")
+            )
         grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
         return cls.from_device_mesh(DeviceMesh(get_platform().device_type(), grid, mesh_dim_names=alias_name))
 
@@ -78,7 +81,7 @@ class Layout:
         if self.ndim == ndim:
             return self
         if self.ndim is not None:
-            raise ValueError(f"{self} is for tensors of {self.ndim} dims, not of {ndim}")
+            raise ValueError(coded("HP211", f"{self} is for tensors of {self.ndim} dims, not of {ndim}"))
         return _interned(self.mesh, tuple(_resolved(self, axis, ndim) for axis in range(self.mesh.ndim)), ndim)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
@@ -121,7 +124,9 @@ class Layout:
         index = self._axis(axis)
         placements = list(self._placed("set_partial_by_dev_axis"))
         if placements[index].is_shard():
-            raise ValueError(f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it")
+            raise ValueError(
+                coded("HP213", f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it")
+            )
         placements[index] = Partial(op)
         return self.with_placements(placements)
 
@@ -138,7 +143,9 @@ class Layout:
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each dim the axes that cut it, the outermost first."""
         if self._dim_axes is None:
-            raise ValueError(f"{self} was given by placements and does not know its number of dims; bind(ndim) first")
+            raise ValueError(
+                coded("HP211", f"{self} was given by placements and does not know its number of dims; bind(ndim) first")
+            )
         return self._dim_axes
 
     @property
@@ -227,7 +234,9 @@ class Layout:
     def shard_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
         """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
         if self.is_fused:
-            raise ValueError(f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()")
+            raise ValueError(
+                coded("HP214", f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()")
+            )
         return tuple(span for (span,) in self.spans_of(shape, coordinate))
 
     def part_of(self, whole: Any) -> Any:
@@ -259,8 +268,11 @@ class Layout:
         bound = self.bind(len(shape))
         if tuple(local.shape) != bound.local_shape(shape):
             raise ValueError(
-                f"{self}: rank {self.mesh.rank} has {bound.local_shape(shape)} of a tensor of shape {tuple(shape)}, "
-                f"got a shard of shape {tuple(local.shape)}"
+                coded(
+                    "HP220",
+                    f"{self}: rank {self.mesh.rank} has {bound.local_shape(shape)} of a tensor of shape "
+                    f"{tuple(shape)}, got a shard of shape {tuple(local.shape)}",
+                )
             )
         return DTensor(local, bound, shape)
 
@@ -306,7 +318,9 @@ class Layout:
             names = _alias_names(self, entry)
             for name in names:
                 if name in used:
-                    raise ValueError(f"axis {name!r} is used twice in {specification}; an axis can cut one dim")
+                    raise ValueError(
+                        coded("HP212", f"axis {name!r} is used twice in {specification}; an axis can cut one dim")
+                    )
                 used.add(name)
             for axis, placement in _shards(dim, [self._axis(name) for name in names], self.mesh_shape):
                 placed[axis] = placement
@@ -315,15 +329,17 @@ class Layout:
     def _axis(self, axis: int | str) -> int:
         if isinstance(axis, str):
             if axis not in self.alias_name:
-                raise ValueError(f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}")
+                raise ValueError(coded("HP212", f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}"))
             return self.alias_name.index(axis)
         if not isinstance(axis, int) or not -self.mesh.ndim <= axis < self.mesh.ndim:
-            raise ValueError(f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}")
+            raise ValueError(
+                coded("HP212", f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}")
+            )
         return axis % self.mesh.ndim
 
     def _placed(self, call: str) -> tuple[Placement, ...]:
         if not self.placements:
-            raise ValueError(f"{call}: {self} has no placements yet; call it with some")
+            raise ValueError(coded("HP211", f"{call}: {self} has no placements yet; call it with some"))
         return self.placements
 
     def _coordinate(self, coordinate: Sequence[int] | None) -> Sequence[int]:
@@ -336,7 +352,10 @@ class Layout:
             return (cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes]),)
         if sum(placement.sections) != size:
             raise ValueError(
-                f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}"
+                coded(
+                    "HP214",
+                    f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}",
+                )
             )
         return placement.spans(self.mesh_shape[axes[0]], place[axes[0]])
 
@@ -359,7 +378,9 @@ def _check_order(mesh: DeviceMesh) -> None:
     """Groups have their ranks in ascending order, and the pieces of a tensor lie in that order along an axis."""
     axis = mesh.descending_axis
     if axis is not None:
-        raise ValueError(f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not")
+        raise ValueError(
+            coded("HP214", f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not")
+        )
 
 
 def _is_placements(entry: Any) -> bool:
@@ -369,15 +390,22 @@ def _is_placements(entry: Any) -> bool:
 def _checked_placements(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Placement, ...]:
     wrong = [p for p in placements if not isinstance(p, Placement)]
     if wrong:
-        raise ValueError(f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}")
+        raise ValueError(
+            coded("HP211", f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}")
+        )
     pending = [p.reduce_op for p in placements if isinstance(p, Partial)]
     if not commute(pending):
         raise ValueError(
-            f"reductions by {' and by '.join(sorted(set(pending)))} cannot be pending together: which is taken first "
-            "makes a difference; reduce one of them before"
+            coded(
+                "HP213",
+                f"reductions by {' and by '.join(sorted(set(pending)))} cannot be pending together: which is taken "
+                "first makes a difference; reduce one of them before",
+            )
         )
     if len(placements) != mesh.ndim:
-        raise ValueError(f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}")
+        raise ValueError(
+            coded("HP211", f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}")
+        )
     return tuple(placements)
 
 
@@ -388,7 +416,9 @@ def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         name = layout.alias_name[axis]
-        raise ValueError(f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims")
+        raise ValueError(
+            coded("HP211", f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims")
+        )
     return replace(placement, dim=placement.dim % ndim)
 
 
@@ -407,7 +437,9 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
                 order.insert(_position(layout, axis, placement, order), axis)
         if len(order) > 1 and any(isinstance(layout.placements[axis], FusedShard) for axis in order):
             names = [layout.alias_name[axis] for axis in sorted(order)]
-            raise ValueError(f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}")
+            raise ValueError(
+                coded("HP214", f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}")
+            )
         found.append(tuple(order))
     return tuple(found)
 
@@ -422,8 +454,11 @@ def _position(layout: Layout, axis: int, placement: Placement, order: list[int])
             pieces *= layout.mesh_shape[order[position]]
     sizes = [layout.mesh_shape[a] for a in order]
     raise ValueError(
-        f"{layout}: the split factor {factor} on axis {layout.alias_name[axis]!r} is not made by the later axes of "
-        f"that dim, whose sizes are {sizes}"
+        coded(
+            "HP214",
+            f"{layout}: the split factor {factor} on axis {layout.alias_name[axis]!r} is not made by the later axes of "
+            f"that dim, whose sizes are {sizes}",
+        )
     )
 
 
@@ -453,8 +488,11 @@ def _alias_names(layout: Layout, entry: Any) -> tuple[str, ...]:
     names = (entry,) if isinstance(entry, str) else entry
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"expected 'None', an axis or a tuple of axes for each dim, got {entry!r}; the mesh has "
-            f"{', '.join(layout.alias_name)}"
+            coded(
+                "HP212",
+                f"expected 'None', an axis or a tuple of axes for each dim, got {entry!r}; the mesh has "
+                f"{', '.join(layout.alias_name)}",
+            )
         )
     return tuple(name for name in names if name != NONE)
 

@@ -14,10 +14,10 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from hyper_parallel.core.dtensor.caller import users_line
 from hyper_parallel.core.dtensor.collectives import is_implicit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.platform import Traffic
 
 

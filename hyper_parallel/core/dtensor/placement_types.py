@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
 from hyper_parallel.platform.transform import chunk_span
 
@@ -40,7 +41,7 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(f"Shard: dim must be an int, got {self.dim!r}")
+            raise TypeError(coded("HP210", f"Shard: dim must be an int, got {self.dim!r}"))
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -58,9 +59,9 @@ class StridedShard(Shard):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.split_factor, int) or isinstance(self.split_factor, bool):
-            raise TypeError(f"StridedShard: split_factor must be an int, got {self.split_factor!r}")
+            raise TypeError(coded("HP210", f"StridedShard: split_factor must be an int, got {self.split_factor!r}"))
         if self.split_factor < 1:
-            raise ValueError(f"StridedShard: split_factor must be at least 1, got {self.split_factor}")
+            raise ValueError(coded("HP210", f"StridedShard: split_factor must be at least 1, got {self.split_factor}"))
 
     def __str__(self) -> str:
         return f"S({self.dim}, {self.split_factor})"
@@ -79,9 +80,11 @@ class FusedShard(Shard):
         super().__post_init__()
         object.__setattr__(self, "sections", tuple(self.sections))
         if not all(isinstance(size, int) and not isinstance(size, bool) for size in self.sections):
-            raise TypeError(f"FusedShard: sections must be ints, got {self.sections!r}")
+            raise TypeError(coded("HP210", f"FusedShard: sections must be ints, got {self.sections!r}"))
         if not self.sections or min(self.sections) < 0:
-            raise ValueError(f"FusedShard: expected the size of every section, none negative, got {self.sections}")
+            raise ValueError(
+                coded("HP210", f"FusedShard: expected the size of every section, none negative, got {self.sections}")
+            )
 
     def spans(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
         """(offset, size) of the pieces that one of so many ranks has, one for each section."""
@@ -117,7 +120,9 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise ValueError(f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}")
+            raise ValueError(
+                coded("HP210", f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}")
+            )
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"

@@ -13,6 +13,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -61,8 +62,11 @@ def _require_in_step(mesh: DeviceMesh, axes: Iterable[int], found: Any) -> None:
         others = [rank for rank, drawn in zip(ranks, everyone, strict=True) if drawn != everyone[0]]
         if others:
             raise RuntimeError(
-                f"random numbers on {mesh}: the generators of ranks {others} are not in step with that of rank "
-                f"{ranks[0]}, so that copies of one tensor would differ; seed all ranks alike (manual_seed) and draw "
-                "the same on all of them"
+                coded(
+                    "HP226",
+                    f"random numbers on {mesh}: the generators of ranks {others} are not in step with that of rank "
+                    f"{ranks[0]}, so that copies of one tensor would differ; seed all ranks alike (manual_seed) and "
+                    "draw the same on all of them",
+                )
             )
     _IN_STEP.add(key)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut, placements_of
 from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate, commute
+from hyper_parallel.platform.error_codes import coded
 
 # What starting a collective costs, in bytes that could have been received meanwhile.
 STEP_BYTES = 1 << 13
@@ -111,7 +112,9 @@ class Plan:
 def plan(source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4) -> Plan:
     """The cheapest steps that lead a tensor of this global shape from one layout to another on the same mesh."""
     if source.mesh != target.mesh:
-        raise ValueError(f"redistribute: {source} and {target} are on different meshes: {source.mesh}, {target.mesh}")
+        raise ValueError(
+            coded("HP224", f"redistribute: {source} and {target} are on different meshes: {source.mesh}, {target.mesh}")
+        )
     ndim = len(shape)
     return _plan(source.bind(ndim), target.bind(ndim), tuple(shape), itemsize)
 

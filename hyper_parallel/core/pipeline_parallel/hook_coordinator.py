@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hyper_parallel.platform.error_codes import coded
+
 
 @dataclass(eq=False)
 class _Meeting:
@@ -40,7 +42,9 @@ class HookCoordinator:
 
     def __init__(self, timeout: float = 60.0) -> None:
         if not timeout > 0:
-            raise ValueError(f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}")
+            raise ValueError(
+                coded("HP450", f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}")
+            )
         self._timeout = timeout
         self._changed = threading.Condition()
         self._enabled = False
@@ -118,8 +122,11 @@ class HookCoordinator:
             meeting = self._forming = _Meeting(role)
         elif meeting.first == role:
             clash = RuntimeError(
-                f"HookCoordinator.rendezvous: both sides came as {role}; expected one as {self.COMM}, one "
-                f"as {self.COMPUTE}. Check that each side's hooks alternate and the two begin differently"
+                coded(
+                    "HP450",
+                    f"HookCoordinator.rendezvous: both sides came as {role}; expected one as {self.COMM}, one "
+                    f"as {self.COMPUTE}. Check that each side's hooks alternate and the two begin differently",
+                )
             )
             self._fail(clash)
             raise clash
@@ -170,11 +177,16 @@ class HookCoordinator:
 
     def _check_role(self, call: str, role: str) -> None:
         if role not in (self.COMM, self.COMPUTE):
-            raise ValueError(f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}")
+            raise ValueError(
+                coded("HP450", f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}")
+            )
 
 
 def _released(role: str, error: BaseException) -> RuntimeError:
     return RuntimeError(
-        f"HookCoordinator.rendezvous: a side failed ({type(error).__name__}: {error}), so the {role} side "
-        "cannot go on; mend that failure, then enable() again"
+        coded(
+            "HP450",
+            f"HookCoordinator.rendezvous: a side failed ({type(error).__name__}: {error}), so the {role} side "
+            "cannot go on; mend that failure, then enable() again",
+        )
     )

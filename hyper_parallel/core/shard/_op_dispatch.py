@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.caller import users_level
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
@@ -33,6 +32,8 @@ from hyper_parallel.core.shard.ops.pointwise import itself
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
 from hyper_parallel.core.shard.rule import BoundRule, Rule
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.caller import users_level
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
 
 platform = get_platform()
@@ -154,8 +155,11 @@ class Dispatcher:
     def _tell(self, name: str, reason: str) -> None:
         if MODES.strict:
             raise OperatorError(
-                f"{name}: no rule: {reason}; strict mode does not run it on whole tensors. Give it a rule: "
-                f'operator("{name}", parameters, rule), or a DistributedOp'
+                coded(
+                    "HP303",
+                    f"{name}: no rule: {reason}; strict mode does not run it on whole tensors. Give it a rule: "
+                    f'operator("{name}", parameters, rule), or a DistributedOp',
+                )
             )
         if name not in self._warned:
             self._warned.add(name)

@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.redistribution import plan as plan_redistribution
 from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 Tensor = platform.Tensor
@@ -38,7 +39,7 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
         kind = type(value)
         if kind is DTensor:
             if value._unrecorded and value.lost_its_graph:
-                raise OperatorError(_LOST)
+                raise OperatorError(coded("HP309", _LOST))
             tensors.append(value)
             key.append(value._spec or spec_of(value))
         elif kind is int or value is None:
@@ -106,9 +107,13 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
             return placed[id(value)]
         if len(value.shape) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
             raise OperatorError(
-                f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor among "
-                f"distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) or "
-                "DTensor.from_local(...); or call it within implicit_replication() if it is the same on every rank"
+                coded(
+                    "HP304",
+                    f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor "
+                    f"among distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) "
+                    "or DTensor.from_local(...); or call it within implicit_replication() if it is the same on every "
+                    "rank",
+                )
             )
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
@@ -141,9 +146,12 @@ def refuse_copy(name: str, target: DTensor) -> None:
     """An error where a change of the target would be lost."""
     if target._copy_of is not None:
         raise OperatorError(
-            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: it "
-            "is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = value), or "
-            "redistribute() first"
+            coded(
+                "HP307",
+                f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: "
+                "it is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = "
+                "value), or redistribute() first",
+            )
         )
 
 
@@ -152,8 +160,11 @@ def one_mesh(name: str, tensors: Sequence[DTensor]) -> Any:
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors))
     if len(meshes) != 1:
         raise OperatorError(
-            f"{name}: its tensors lie on different meshes, {' and '.join(map(str, meshes))}; "
-            "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh"
+            coded(
+                "HP305",
+                f"{name}: its tensors lie on different meshes, {' and '.join(map(str, meshes))}; "
+                "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh",
+            )
         )
     return meshes[0]
 
@@ -164,6 +175,9 @@ def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> N
         itemsize = platform.get_element_size(tensor._local)
         steps = plan_redistribution(tensor._layout, target, tuple(tensor._shape), itemsize)
         raise OperatorError(
-            f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; call "
-            f"redistribute() on it. That would be:\n{steps.explain()}"
+            coded(
+                "HP306",
+                f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; "
+                f"call redistribute() on it. That would be:\n{steps.explain()}",
+            )
         )

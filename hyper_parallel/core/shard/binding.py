@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from hyper_parallel.core.shard.notation import LOOKED_UP, REST, WHOLE, At, Notation, Rest, Tensor
+from hyper_parallel.platform.error_codes import coded
 
 Dim = tuple[str, ...]
 
@@ -322,7 +323,7 @@ class _Binder:
         return self._attrs[name]
 
     def _fail(self, problem: str) -> NoReturn:
-        raise ValueError(f"rule '{self._notation}': {problem}")
+        raise ValueError(coded("HP302", f"rule '{self._notation}': {problem}"))
 
 
 def flat(tensors: Iterable[BoundTensor | tuple[BoundTensor, ...] | None]) -> list[BoundTensor]:

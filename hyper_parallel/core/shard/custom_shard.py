@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor, layout_of
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.shard.local_call import run_between
+from hyper_parallel.platform.error_codes import coded
 
 
 def custom_shard(
@@ -42,20 +43,29 @@ def _layouts(
     name: str, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any, placements: Any, redistribute: bool
 ) -> list[Layout | None]:
     if placements is not None and len(placements) != len(args):
-        raise ValueError(f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}")
+        raise ValueError(
+            coded(
+                "HP317", f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}"
+            )
+        )
     found: list[Layout | None] = []
     for number, arg in enumerate(args):
         wanted = placements[number] if placements is not None else None
         if not isinstance(arg, DTensor):
             if wanted is not None:
                 raise TypeError(
-                    f"{name}: argument {number} must be a DTensor as in_placements say, got {type(arg).__name__}; "
-                    "distribute_tensor() makes it one"
+                    coded(
+                        "HP317",
+                        f"{name}: argument {number} must be a DTensor as in_placements say, got {type(arg).__name__}; "
+                        "distribute_tensor() makes it one",
+                    )
                 )
             continue
         layout = arg.layout if wanted is None else layout_of(mesh or arg.device_mesh, wanted, len(arg.shape))
         if layout is not arg.layout and not redistribute:
-            raise ValueError(f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it")
+            raise ValueError(
+                coded("HP317", f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it")
+            )
         found.append(layout)
     return found + [value.layout for value in kwargs.values() if isinstance(value, DTensor)]
 

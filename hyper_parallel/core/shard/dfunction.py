@@ -19,6 +19,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
 
 platform = get_platform()
@@ -32,12 +33,12 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """The result, on local tensors."""
-        raise NotImplementedError("a DFunction must define forward(ctx, ...)")
+        raise NotImplementedError(coded("HP318", "a DFunction must define forward(ctx, ...)"))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """The gradient of every argument, on local tensors."""
-        raise NotImplementedError("a DFunction must define backward(ctx, ...)")
+        raise NotImplementedError(coded("HP318", "a DFunction must define backward(ctx, ...)"))
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,10 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
             return super().apply(*args, **kwargs)
         if cls._op_name is None:
             raise ValueError(
-                f"{cls.__name__}.apply: called with distributed tensors, but {cls.__name__} has no _op_name; set it to "
-                "the name of a DistributedOp that says what happens to their layouts"
+                coded(
+                    "HP318",
+                    f"{cls.__name__}.apply: called with distributed tensors, but {cls.__name__} has no _op_name; set "
+                    "it to the name of a DistributedOp that says what happens to their layouts",
+                )
             )
         return _OP_DISPATCHER.dispatch(super().apply, args, kwargs, Called(cls._op_name, False, None))

@@ -32,6 +32,7 @@ from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Operator
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
 
 platform = get_platform()
@@ -216,8 +217,12 @@ class Planned:
         if local.shape != self._expected[number]:
             layout, shape = self._layouts[number], tuple(self._shapes[number])
             raise OperatorError(
-                f"{self._called.name}: rank {layout.mesh.rank} got a result of shape {tuple(local.shape)}, but by the "
-                f"rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function is wrong"
+                coded(
+                    "HP308",
+                    f"{self._called.name}: rank {layout.mesh.rank} got a result of shape {tuple(local.shape)}, but by "
+                    f"the rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function "
+                    "is wrong",
+                )
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
 
@@ -288,7 +293,9 @@ class Whole:
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         if MODES.strict and not self._scalars:
-            raise OperatorError(f"{self._called.name}: no rule, and strict mode does not run it on whole tensors")
+            raise OperatorError(
+                coded("HP303", f"{self._called.name}: no rule, and strict mode does not run it on whole tensors")
+            )
         wholes = []
         for number, tensor in enumerate(tensors):
             target = tensor._layout.with_placements([Replicate()] * self._mesh.ndim)
@@ -331,7 +338,9 @@ class Back:
         refuse_copy(self._called.name, tensors[0])
         func = platform.operator(self._called.name)
         if platform.called(func).inplace:
-            raise OperatorError(f"{self._called.name}: there is no operator that leaves its target alone")
+            raise OperatorError(
+                coded("HP310", f"{self._called.name}: there is no operator that leaves its target alone")
+            )
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         return copied_back(tensors[0], self._dispatch(func, args, kwargs))
 
@@ -355,7 +364,9 @@ class Into:
         for target, result in zip(targets, found, strict=True):
             refuse_copy(self._called.name, target)
             if platform.is_floating_point(result) and not platform.is_floating_point(target):
-                raise OperatorError(f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}")
+                raise OperatorError(
+                    coded("HP310", f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}")
+                )
             copied_back(target, result)
         return out
 
@@ -363,6 +374,8 @@ class Into:
 def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
-        raise ValueError(f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
+        raise ValueError(
+            coded("HP310", f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
+        )
     hold(target, platform.changed(target._local, local_for(result, target._layout)))
     return target

@@ -16,6 +16,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import replaced, tensors_in
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -42,7 +43,9 @@ def run_between(
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
     if len(outputs) != len(found):
-        raise ValueError(f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}")
+        raise ValueError(
+            coded("HP308", f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}")
+        )
     wrapped = [_wrapped(name, value, layout, even) for value, layout in zip(found, outputs, strict=True)]
     return type(made)(wrapped) if several and type(made) in (list, tuple) else tuple(wrapped) if several else wrapped[0]
 
@@ -95,7 +98,10 @@ def _agreed_shape(name: str, local: Sequence[int], layout: Layout) -> tuple[int,
     expected = layout.local_shape(whole)
     if any(layout.local_shape(whole, layout.mesh.coordinate_of(rank)) != shapes[rank] for rank in shapes):
         raise ValueError(
-            f"{name}: the shards' shapes {shapes} do not make a tensor of shape {tuple(whole)} in {layout}; rank "
-            f"{layout.mesh.rank} should have {expected}"
+            coded(
+                "HP308",
+                f"{name}: the shards' shapes {shapes} do not make a tensor of shape {tuple(whole)} in {layout}; rank "
+                f"{layout.mesh.rank} should have {expected}",
+            )
         )
     return tuple(whole)

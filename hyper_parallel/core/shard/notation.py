@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
+from hyper_parallel.platform.error_codes import coded
+
 WHOLE = "!"
 LOOKED_UP = "@"
 REST = "..."
@@ -32,7 +34,8 @@ class NotationError(ValueError):
     """A rule's text that cannot be read; ``position`` is the place in ``text``."""
 
     def __init__(self, text: str, position: int, problem: str) -> None:
-        super().__init__(f"rule {text!r}, column {position + 1}: {problem}\n    {text}\n    {' ' * position}^")
+        told = coded("HP301", f"rule {text!r}, column {position + 1}: {problem}")
+        super().__init__(f"{told}\n    {text}\n    {' ' * position}^")
         self.text = text
         self.position = position
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hyper_parallel.core.shard.binding import Bound, BoundFactor, BoundTensor, bind, each
 from hyper_parallel.core.shard.notation import LOOKED_UP, REST, WHOLE, Notation, parse
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -105,7 +106,7 @@ class Rule:
     def require(self, condition: bool, problem: str) -> None:
         """Raises a ValueError that names the rule unless the condition holds."""
         if not condition:
-            raise ValueError(f"rule {self.text!r}: {problem}")
+            raise ValueError(coded("HP302", f"rule {self.text!r}: {problem}"))
 
     def _settings(self) -> Iterator[tuple[str, object, Sequence[object]]]:
         yield "reduce", self.reduce, REDUCE_OPS

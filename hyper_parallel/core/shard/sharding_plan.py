@@ -22,6 +22,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_tensor, layo
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -44,7 +45,7 @@ class ShardingPlan:
 def shard_module(model: Any, device_mesh: DeviceMesh | None, sharding_plan: ShardingPlan) -> Any:
     """Puts a module on a mesh; parameters that the plan does not name stay as they are."""
     if not isinstance(sharding_plan, ShardingPlan):
-        raise TypeError(f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}")
+        raise TypeError(coded("HP411", f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}"))
     parameters = platform.parameters_dict(model)
     for pattern, placements in sharding_plan.plan.items():
         for name in _matching("parameter", pattern, parameters):
@@ -66,7 +67,7 @@ def _matching(kind: str, pattern: str, names: Iterable[str]) -> list[str]:
     known = list(names)
     found = matching(pattern, known)
     if not found:
-        raise ValueError(f"shard_module: {no_match(kind, pattern, known)}")
+        raise ValueError(coded("HP411", f"shard_module: {no_match(kind, pattern, known)}"))
     return found
 
 
@@ -91,7 +92,7 @@ def _shard_parameter(model: Any, name: str, mesh: Any, placements: Any) -> None:
     assert found is not None
     parameter = found[2]
     if isinstance(parameter, DTensor):
-        raise ValueError(f"shard_module: parameter {name} already lies in {parameter.layout}")
+        raise ValueError(coded("HP411", f"shard_module: parameter {name} already lies in {parameter.layout}"))
     platform.update_parameter_by_name(model, found, distribute_tensor(parameter, mesh, placements))
 
 

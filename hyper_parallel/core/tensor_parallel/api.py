@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hyper_parallel.core.dtensor.caller import users_level
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
 from hyper_parallel.core.tensor_parallel.style import ParallelStyle
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.caller import users_level
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 logger = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ def parallelize_module(
     if mesh.ndim != 1:
         axis = (mesh.mesh_dim_names or ("tp",))[-1]
         raise ValueError(
-            f"parallelize_module: expected a mesh of one axis, got {mesh}; take one of its axes, mesh[{axis!r}]"
+            coded(
+                "HP401",
+                f"parallelize_module: expected a mesh of one axis, got {mesh}; take one of its axes, mesh[{axis!r}]",
+            )
         )
     plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else dict(parallelize_plan or {})
     if not plan:
@@ -62,7 +66,7 @@ def parallelize_module(
 def _styles(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Iterator[tuple[str, ParallelStyle]]:
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"parallelize_module: expected a style for {pattern!r}, got {style!r}")
+            raise TypeError(coded("HP402", f"parallelize_module: expected a style for {pattern!r}, got {style!r}"))
         found = matching(pattern, modules)
         if not found:
             told = no_match("module", pattern, modules)

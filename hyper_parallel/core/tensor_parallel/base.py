@@ -12,6 +12,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.tensor_parallel.line import is_even
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -41,9 +42,13 @@ class ParallelStyle(ABC):
         if isinstance(tensor, DTensor):
             if tensor.layout is not layout_of(mesh, [placement], len(tensor.shape)):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} of {type(module).__name__} already lies in {tensor.layout} and "
-                    f"cannot lie as {placement} on {mesh}; a module takes one style, and where two share a parameter "
-                    "their styles must agree, as RowwiseParallel for an embedding and ColwiseParallel for a Linear do"
+                    coded(
+                        "HP405",
+                        f"{type(self).__name__}: {name} of {type(module).__name__} already lies in {tensor.layout} and "
+                        f"cannot lie as {placement} on {mesh}; a module takes one style, and where two share a "
+                        "parameter their styles must agree, as RowwiseParallel for an embedding and ColwiseParallel "
+                        "for a Linear do",
+                    )
                 )
             return
         source = None if self.src_data_rank is None or platform.is_meta(tensor) else mesh.rank_list[self.src_data_rank]
@@ -54,7 +59,7 @@ class ParallelStyle(ABC):
 def first_tensor(module: Any, args: tuple[Any, ...]) -> Any:
     """What goes into a module, which is its first argument."""
     if not args or not platform.is_tensor(args[0]):
-        raise ValueError(f"{type(module).__name__}: expected a tensor as its first positional argument")
+        raise ValueError(coded("HP407", f"{type(module).__name__}: expected a tensor as its first positional argument"))
     return args[0]
 
 
@@ -66,7 +71,7 @@ def own_tensor(module: Any, name: str) -> Any:
 def checked_placement(name: str, value: Any) -> Placement | None:
     """The value, if it is a placement or None."""
     if value is not None and not isinstance(value, Placement):
-        raise TypeError(f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}")
+        raise TypeError(coded("HP402", f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}"))
     return value
 
 
@@ -79,12 +84,18 @@ def handed_out(module: Any, value: Any, may_be_uneven: bool = False) -> Any:
         return value
     if MODES.replicate_plain and not all(placement.is_replicate() for placement in value.placements):
         raise ValueError(
-            f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in this "
-            "model plain tensors are taken for copies; say use_local_output=False for the styles in it"
+            coded(
+                "HP406",
+                f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in "
+                "this model plain tensors are taken for copies; say use_local_output=False for the styles in it",
+            )
         )
     if not may_be_uneven and not is_even(value._layout, tuple(value.shape)):
         raise ValueError(
-            f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
-            "different sizes, from which the next module could not tell the whole; say use_local_output=False"
+            coded(
+                "HP406",
+                f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
+                "different sizes, from which the next module could not tell the whole; say use_local_output=False",
+            )
         )
     return value.to_local()

@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.tensor_parallel.line import Batch, Line, axis_of, batch_of, set_batch
 from hyper_parallel.core.tensor_parallel.style import see_whole_tensors
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -30,10 +31,12 @@ def replicate(module: Any, device_mesh: DeviceMesh, *, batch_dim: int = 0, src_d
     get; None where they are equal.
     """
     if device_mesh.ndim != 1:
-        raise ValueError(f"replicate: expected a mesh of one axis, got {device_mesh}; take one of its axes")
+        raise ValueError(
+            coded("HP401", f"replicate: expected a mesh of one axis, got {device_mesh}; take one of its axes")
+        )
     modules = [one for _, one in platform.get_cells_and_names(module)]
     if any(batch_of(one) is not None for one in modules):
-        raise ValueError("replicate: the module is copied along a data axis already")
+        raise ValueError(coded("HP408", "replicate: the module is copied along a data axis already"))
     mesh = _all_axes(modules, device_mesh)
     batch = Batch(mesh, (axis_of(mesh, device_mesh),), batch_dim)
     lifted: dict[int, tuple[Any, Any]] = {}  # a tensor that two modules share stays one
@@ -62,7 +65,11 @@ def _all_axes(modules: list[Any], line: DeviceMesh) -> DeviceMesh:
     names = {name for mesh in meshes for name in mesh.mesh_dim_names or ("",)}
     if not all(_is_of(root, mesh, name) for mesh in meshes for name in mesh.mesh_dim_names or ("",)):
         raise ValueError(
-            f"replicate: {' and '.join(map(str, meshes))} must be axes of one mesh, cut from it by name as mesh['dp']"
+            coded(
+                "HP408",
+                f"replicate: {' and '.join(map(str, meshes))} must be axes of one mesh, cut from it by name as "
+                "mesh['dp']",
+            )
         )
     return root[tuple(name for name in root.mesh_dim_names or () if name in names)]
 

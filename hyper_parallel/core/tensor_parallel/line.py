@@ -18,6 +18,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 _BATCH = "_hyper_parallel_batch"
@@ -131,7 +132,9 @@ def axis_of(mesh: DeviceMesh, line: DeviceMesh) -> int:
     if line.mesh_dim_names and mesh.mesh_dim_names and len(found) > 1:  # axes of one rank are alike but for the name
         found = [axis for axis in found if mesh.mesh_dim_names[axis] == line.mesh_dim_names[0]]
     if not found:
-        raise ValueError(f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes")
+        raise ValueError(
+            coded("HP409", f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes")
+        )
     return found[0]
 
 

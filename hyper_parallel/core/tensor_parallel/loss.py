@@ -17,6 +17,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.shard.ops.class_losses import class_dim, layout_of_losses, layout_of_weights
+from hyper_parallel.platform.error_codes import coded
 
 
 @contextmanager
@@ -55,8 +56,12 @@ def _placed_target(input: DTensor, target: Any) -> DTensor:
             return DTensor.from_local(target, None, layout, shape=whole).redistribute(None, needed)
     expected = " or ".join(dict.fromkeys(str(layout.local_shape(whole)) for layout in (needed, *others)))
     raise ValueError(
-        f"cross_entropy: rank {input.device_mesh.rank} got a plain target of shape {given} for input of shape {shape} "
-        f"in {input.layout}; within loss_parallel() it is this rank's part or the whole, of shape {expected}"
+        coded(
+            "HP410",
+            f"cross_entropy: rank {input.device_mesh.rank} got a plain target of shape {given} for input of shape "
+            f"{shape} in {input.layout}; within loss_parallel() it is this rank's part or the whole, of shape "
+            f"{expected}",
+        )
     )
 
 

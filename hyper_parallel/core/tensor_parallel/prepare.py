@@ -11,6 +11,7 @@ from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.tensor_parallel.base import ParallelStyle, checked_placement, handed_out
 from hyper_parallel.core.tensor_parallel.line import Line
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 Placements = Placement | Sequence[Placement | None] | None
@@ -144,9 +145,9 @@ def _several(layouts: Any) -> tuple[Placement | None, ...] | None:
 
 def _assert_pairs(name: str, have: Any, other: str, want: Any) -> None:
     if (have is None) != (want is None) or (have is not None and len(have) != len(want)):
-        raise AssertionError(f"{name} and {other} must have one length, got {have} and {want}")
+        raise AssertionError(coded("HP407", f"{name} and {other} must have one length, got {have} and {want}"))
     if have is not None and have and isinstance(have[0], str) and list(have) != list(want):
-        raise AssertionError(f"{name} and {other} must name the same arguments, got {have} and {want}")
+        raise AssertionError(coded("HP407", f"{name} and {other} must name the same arguments, got {have} and {want}"))
 
 
 Prepare = Callable[[Any, str, Any], Any]  # of a module, what the value is to it, and the value
@@ -163,7 +164,11 @@ def _preparer(line: Line, have: Placement | None, want: Placement | None, local:
 
     def prepare(module: Any, what: str, value: Any) -> Any:
         if not platform.is_tensor(value):
-            raise ValueError(f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}")
+            raise ValueError(
+                coded(
+                    "HP407", f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}"
+                )
+            )
         value = take(module, value)
         value = move(value) if move is not None else value
         return handed_out(module, value) if local else value
@@ -174,6 +179,9 @@ def _preparer(line: Line, have: Placement | None, want: Placement | None, local:
 def _all_prepared(module: Any, what: str, values: tuple[Any, ...], prepare: Sequence[Prepare]) -> tuple[Any, ...]:
     if len(values) != len(prepare):
         raise ValueError(
-            f"{type(module).__name__}: {len(prepare)} {what} layouts were given, but it has {len(values)} {what}s"
+            coded(
+                "HP407",
+                f"{type(module).__name__}: {len(prepare)} {what} layouts were given, but it has {len(values)} {what}s",
+            )
         )
     return tuple(one(module, f"{what} {i}", value) for i, (one, value) in enumerate(zip(prepare, values, strict=True)))

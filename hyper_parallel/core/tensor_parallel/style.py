@@ -34,6 +34,7 @@ from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleOutput,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Projection
 
 __all__ = [
@@ -69,8 +70,11 @@ class _Projected(ParallelStyle):
         found = platform.projection(module)
         if found is None:
             raise TypeError(
-                f"{type(self).__name__}: expected a linear layer, an embedding or a convolution, got "
-                f"{type(module).__name__}; apply it to the layers inside, or use another style"
+                coded(
+                    "HP403",
+                    f"{type(self).__name__}: expected a linear layer, an embedding or a convolution, got "
+                    f"{type(module).__name__}; apply it to the layers inside, or use another style",
+                )
             )
         return found
 
@@ -130,11 +134,16 @@ class ColwiseParallel(_Projected):
 
     def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
         if self.heads is not None and outputs % self.heads:
-            raise ValueError(f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads")
+            raise ValueError(
+                coded("HP404", f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads")
+            )
         if self.heads is not None and self.heads % mesh.size():
             raise ValueError(
-                f"{type(self).__name__}: {self.heads} heads cannot be shared evenly by the {mesh.size()} ranks of "
-                f"{mesh}; take a mesh whose size divides the number of heads"
+                coded(
+                    "HP404",
+                    f"{type(self).__name__}: {self.heads} heads cannot be shared evenly by the {mesh.size()} ranks of "
+                    f"{mesh}; take a mesh whose size divides the number of heads",
+                )
             )
 
 
@@ -169,11 +178,17 @@ class FusedColwiseParallel(ColwiseParallel):
         outputs = own_tensor(module, "weight").shape[self._projection(module).out]
         if isinstance(self.sections, int):
             if outputs % self.sections:
-                raise ValueError(f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size")
+                raise ValueError(
+                    coded(
+                        "HP404", f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size"
+                    )
+                )
             self._sizes = (outputs // self.sections,) * self.sections
         else:
             if sum(self.sections) != outputs:
-                raise ValueError(f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs")
+                raise ValueError(
+                    coded("HP404", f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs")
+                )
             self._sizes = self.sections
         return super().apply(module, device_mesh)
 
@@ -187,8 +202,12 @@ class FusedColwiseParallel(ColwiseParallel):
         size, left = divmod(outputs, self.heads)
         if left or any(section % (size * mesh.size()) for section in self._sizes):
             raise ValueError(
-                f"FusedColwiseParallel: {self.heads} heads in sections of {self._sizes} cannot be shared evenly by the "
-                f"{mesh.size()} ranks of {mesh}; take a mesh whose size divides the number of heads of every section"
+                coded(
+                    "HP404",
+                    f"FusedColwiseParallel: {self.heads} heads in sections of {self._sizes} cannot be shared evenly by "
+                    f"the {mesh.size()} ranks of {mesh}; take a mesh whose size divides the number of heads of every "
+                    "section",
+                )
             )
 
 

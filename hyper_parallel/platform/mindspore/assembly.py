@@ -17,10 +17,11 @@ from hyper_parallel.platform.mindspore.interop import Interop
 from hyper_parallel.platform.mindspore.modules import Modules
 from hyper_parallel.platform.mindspore.operators import Operators
 from hyper_parallel.platform.mindspore.recompute import Recompute
+from hyper_parallel.platform.mindspore.training import Training
 from hyper_parallel.platform.platform import PlatformType
 
 
-class MindSporePlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Operators):
+class MindSporePlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training, Operators):
     """MindSpore as the core sees it."""
 
     Tensor = mindspore.Tensor

@@ -8,15 +8,19 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mindspore
 import numpy as np
 
-from hyper_parallel.platform.agreement import Call, check_agreement, dtype_name
+from hyper_parallel.platform.agreement import Call, agree, check_agreement, dtype_name
+from hyper_parallel.platform.caller import users_line
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import hccl
 from hyper_parallel.platform.mindspore.groups import Groups
-from hyper_parallel.platform.mindspore.meeting import Group, Job, Meeting, Post
+from hyper_parallel.platform.mindspore.meeting import Group, Job, Meeting, Post, issued
+from hyper_parallel.platform.order import parted
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 
 # Letters of objects must not be taken for the user's tensors.
@@ -104,7 +108,11 @@ class Collectives(Groups):
         check_reducible(name, data, op)
         size = group.size()
         if data.ndim == 0 or data.shape[0] % size:
-            raise ValueError(f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
+            raise ValueError(
+                coded(
+                    "HP123", f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks"
+                )
+            )
         call = Call.on(name, data, op)
         self._announce(lambda: call, group, _share(data, group))
         output = self._unset((data.shape[0] // size, *data.shape[1:]), data)
@@ -126,11 +134,16 @@ class Collectives(Groups):
         shape = tuple(output_shape)
         if input_tensor.ndim == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
             raise ValueError(
-                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
-                f"divisible by the group's {size} ranks"
+                coded(
+                    "HP123",
+                    f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                    f"divisible by the group's {size} ranks",
+                )
             )
         if math.prod(shape) != input_tensor.size:
-            raise ValueError(f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements")
+            raise ValueError(
+                coded("HP123", f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements")
+            )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
         if async_op:
             return output, handle
@@ -187,8 +200,11 @@ class Collectives(Groups):
             sender, facts, data = post.await_letter(call, peer, tag, number)
             if facts != _facts(tensor):
                 raise ValueError(
-                    f"{call}: rank {sender} sent {facts[1]} elements of {facts[0]}, but the tensor has {tensor.size} "
-                    f"of {dtype_name(tensor)}"
+                    coded(
+                        "HP124",
+                        f"{call}: rank {sender} sent {facts[1]} elements of {facts[0]}, but the tensor has "
+                        f"{tensor.size} of {dtype_name(tensor)}",
+                    )
                 )
             self._write(tensor, data)
 
@@ -215,7 +231,11 @@ class Collectives(Groups):
         sender, _, data = post.await_letter(call, peer, _OBJECTS, number)
         found = pickle.loads(data)  # noqa: S301 - from a rank of our own job
         if len(found) != len(obj_list):
-            raise ValueError(f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots")
+            raise ValueError(
+                coded(
+                    "HP124", f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots"
+                )
+            )
         obj_list[:] = found
         return sender
 
@@ -225,7 +245,11 @@ class Collectives(Groups):
         resolved = self._group(name, group)
         if len(object_list) != resolved.size():
             raise ValueError(
-                f"{name}: object_list needs one slot for each of the {resolved.size()} ranks, got {len(object_list)}"
+                coded(
+                    "HP124",
+                    f"{name}: object_list needs one slot for each of the {resolved.size()} ranks, got "
+                    f"{len(object_list)}",
+                )
             )
         self._announce(lambda: Call(name), resolved)
         if self._is_native():
@@ -278,7 +302,7 @@ class Collectives(Groups):
         post.send(peer, _EXCHANGE, ours, self._read(tensor))
         _, theirs, data = post.await_letter(name, peer, _EXCHANGE, number)
         if theirs != ours:
-            raise ValueError(f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}")
+            raise ValueError(coded("HP124", f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}"))
         self._write(output, data)
         return output
 
@@ -286,7 +310,10 @@ class Collectives(Groups):
         self, call: Call, group: Group, pieces: Sequence[bytes], finish: Callable[[Sequence[bytes]], None]
     ) -> Handle:
         """Leaves this rank's pieces for the others; the handle finishes with what they have for this rank."""
-        meeting = Meeting(self._joined(), group, call, pieces)
+        in_order = group.issued <= self._compared_first
+        if in_order:
+            call = replace(call, line=users_line())
+        meeting = Meeting(self._joined(), group, call, pieces, in_order=in_order)
         return Handle(meeting.is_full, lambda: finish(meeting.pieces()))
 
     def _post(self, group: Group) -> Post:
@@ -297,11 +324,17 @@ class Collectives(Groups):
         return self._job
 
     def _announce(self, describe: Callable[[], Call], group: Group, nbytes: int = 0) -> None:
-        """Compares the ranks' calls if that was asked for, and tells the listeners; else costs next to nothing."""
-        if self._checks_collectives and self._is_native():  # on a CPU every note is compared
-            call = describe()
+        """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
+        "nothing."""
+        group.issued += 1
+        in_order = group.issued <= self._compared_first
+        if (self._checks_collectives or in_order) and self._is_native():  # on a CPU every note is compared
+            call = replace(describe(), line=users_line())
             calls: list[Any] = [None] * group.size()
             hccl.gather_objects(calls, call, group)
+            if in_order and not agree(calls):
+                told = dict(zip(group.ranks, map(issued, calls), strict=True))
+                raise parted(self.get_rank(), group.issued, group.ranks, told)
             check_agreement(calls, group.ranks, call.name)
         if self._listeners:
             self._tell(describe().name, group.ranks, nbytes)
@@ -351,32 +384,36 @@ class Collectives(Groups):
 
     def _check_member(self, call: str, name: str, rank: Any, group: Group) -> int:
         if rank not in group.ranks or isinstance(rank, bool):
-            raise ValueError(f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}")
+            raise ValueError(
+                coded("HP122", f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}")
+            )
         return int(rank)
 
     def _check_peer(self, call: str, name: str, rank: Any, group: Group) -> int:
         if self._check_member(call, name, rank, group) == self.get_rank():
-            raise ValueError(f"{call}: {name} is this rank, {rank}, itself")
+            raise ValueError(coded("HP122", f"{call}: {name} is this rank, {rank}, itself"))
         return int(rank)
 
 
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, mindspore.Tensor):
-        raise TypeError(f"{call}: expected a tensor, got {type(data).__name__}")
+        raise TypeError(coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}"))
 
 
 def check_reducible(call: str, data: Any, op: str) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in REDUCE_OPS:
-        raise ValueError(f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+        raise ValueError(coded("HP121", f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}"))
     kind = dtype_name(data)
     if op == "avg" and not kind.startswith(("float", "bfloat", "complex")):
-        raise ValueError(f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide")
+        raise ValueError(
+            coded("HP121", f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide")
+        )
     if kind.startswith("complex") and op in ("max", "min", "prod"):
-        raise ValueError(f"{call}: {op} is not defined for {kind}")
+        raise ValueError(coded("HP121", f"{call}: {op} is not defined for {kind}"))
     if kind.startswith("float8"):
-        raise ValueError(f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32")
+        raise ValueError(coded("HP121", f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32"))
 
 
 def _reduction(op: str, data: Any) -> str:

@@ -22,6 +22,7 @@ from mindspore.common import initializer as initializers
 from mindspore.nn.cell import register_cell_buffer_registration_hook
 from mindspore.nn.utils import no_init_parameters
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import deferred
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import device_name
@@ -60,7 +61,11 @@ class DeferredInit(Platform):
         """
         where = device_name(device)
         if where not in (META, self.device()):
-            raise ValueError(f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}")
+            raise ValueError(
+                coded(
+                    "HP131", f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}"
+                )
+            )
         return _deferring(include_buffers) if where == META else nullcontext()
 
     def init_parameters(self, module: Any, stage_index: int) -> None:
@@ -70,15 +75,20 @@ class DeferredInit(Platform):
         no more than one whole parameter is held at a time. Others are a ValueError: nobody knows their initialiser.
         """
         if not isinstance(module, nn.Cell):
-            raise ValueError(f"init_parameters: expected a mindspore.nn.Cell, got {module!r}")
+            raise ValueError(coded("HP131", f"init_parameters: expected a mindspore.nn.Cell, got {module!r}"))
         if not isinstance(stage_index, int) or isinstance(stage_index, bool) or stage_index < 0:
-            raise ValueError(f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}")
+            raise ValueError(
+                coded("HP131", f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}")
+            )
         tensors = [*module.parameters_and_names(), *module.named_buffers()]
         empty = {name: tensor for name, tensor in tensors if self.is_meta(self._shard(tensor))}
         if lost := [name for name, tensor in empty.items() if self._draw_of(tensor) is None]:
             raise ValueError(
-                f"init_parameters: nobody knows how to initialise {', '.join(lost)}: they have no data and no "
-                "initialiser. Build the Cell under init_on_device(meta_device), or load them."
+                coded(
+                    "HP131",
+                    f"init_parameters: nobody knows how to initialise {', '.join(lost)}: they have no data and no "
+                    "initialiser. Build the Cell under init_on_device(meta_device), or load them.",
+                )
             )
         for tensor in empty.values():
             draw = self._draw_of(tensor)

@@ -177,10 +177,10 @@ class DTensorBase(Tensor):
     # --- operators that do not arrive at __fallback__
 
     def __getitem__(self, index: Any) -> Any:
-        return type(self).dispatch(function("getitem"), (self, index), {})
+        return type(self).dispatch(function("getitem"), (self, _as_numpy_reads(index)), {})
 
     def __setitem__(self, index: Any, value: Any) -> Any:
-        type(self).dispatch(function("setitem"), (self, index, value), {})
+        type(self).dispatch(function("setitem"), (self, _as_numpy_reads(index), value), {})
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -225,6 +225,31 @@ class DTensorBase(Tensor):
     def full_tensor(self) -> Any:
         """The whole as a plain tensor; a deriving class says how."""
         raise NotImplementedError
+
+
+def _as_numpy_reads(index: Any) -> Any:
+    """The index with numbers as lists where that matters: apart from a tensor, a number counts as one here."""
+    if not isinstance(index, tuple):
+        return index
+    numbers = [i for i, item in enumerate(index) if isinstance(item, int) and not isinstance(item, bool)]
+    tensors = [i for i, item in enumerate(index) if isinstance(item, list) or (isinstance(item, Tensor) and item.ndim)]
+    found = sorted(numbers + tensors)
+    if not numbers or not tensors or found[-1] - found[0] == len(found) - 1:
+        return index
+    return tuple([item] if i in numbers else item for i, item in enumerate(index))
+
+
+def _by_rule(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(self).dispatch(function(name), (self, *args), kwargs)
+
+    method.__name__ = name
+    return method
+
+
+# Methods that are made of several operators, not all of which say what they do.
+for _name in ("cov", "diagonal_scatter", "hsplit", "logit", "select_scatter", "vsplit"):
+    setattr(DTensorBase, _name, _by_rule(_name))
 
 
 def _plain_fallback(self: Any, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ARG001

@@ -21,6 +21,7 @@ from mindspore import Tensor, mint, ops
 from mindspore.common.device import DeviceCtx
 
 from hyper_parallel.platform.containers import leaves, tree_map
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 
 Function: Any = private.function()
@@ -129,9 +130,10 @@ def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 FINE = frozenset(
     """
     Abs Add AddExt AddScalar BroadcastTo BroadcastToView Cast Ceil ChunkView ClampScalar Concat Copy Cos
-    DiagonalView Div Divs Equal Erf Exp ExpandAs ExpandDims ExpandDimsView Expm1 FlattenExt Floor FloorDiv Greater
-    GreaterEqual IsFinite IsInf IsNan Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr MaskedFill
-    MaskedFillScalar Mul Muls NarrowView Neg NotEqual Pow PowScalarTensor PowTensorScalar ReLU
+    DiagonalView Div Divs EqScalar Equal Erf Exp ExpandAs ExpandDims ExpandDimsView Expm1 FlattenExt Floor FloorDiv
+    Greater GreaterEqual GreaterEqualScalar GreaterScalar IsFinite IsInf IsNan Less LessEqual LessEqualScalar LessScalar
+    Log Log1p LogicalAnd LogicalNot LogicalOr MaskedFill MaskedFillScalar MaskedFillTensor Mul Muls NarrowView NeScalar
+    Neg NotEqual Pow PowScalarTensor PowTensorScalar ReLU
     Reciprocal Reshape Rsqrt Select SiLU Sigmoid Sign Sin SplitTensorView SplitWithSizeView Sqrt Square Squeeze
     StopGradient Sub SubExt SubScalar TExt Tanh ToDtype Transpose TransposeExtView TransposeView View
     """.split()  # noqa: SIM905 - a list of so many would take a page
@@ -203,8 +205,11 @@ def _off_meta(name: str, value: Any) -> Any:
         return value
     if 0 not in value.shape:
         raise NotImplementedError(
-            f"MindSpore's {name} is not known to be right where a shard is empty: its result has the shape "
-            f"{tuple(value.shape)}; take a mesh that leaves every rank something of the tensor"
+            coded(
+                "HP314",
+                f"MindSpore's {name} is not known to be right where a shard is empty: its result has the shape "
+                f"{tuple(value.shape)}; take a mesh that leaves every rank something of the tensor",
+            )
         )
     return filled(value.shape, 0, value.dtype)
 
@@ -218,6 +223,7 @@ ON_EMPTY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("MaxDim", "MinDim", "max", "min"), _found),
     **dict.fromkeys(("ArgMaxExt", "argmax", "argmin"), _place(mindspore.int64)),
     "ArgMinExt": _place(mindspore.int32),  # as its kernel has it
+    **dict.fromkeys(("Digamma", "digamma"), lambda x: filled(x.shape, 0, x.dtype)),  # which refuses the shape
     "getitem": _item,
     "setitem": _put_nothing,
     **dict.fromkeys(("Narrow", "NarrowView", "narrow"), _narrow),

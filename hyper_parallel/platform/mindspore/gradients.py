@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import empty, guarded, private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.platform import Platform
@@ -30,6 +31,10 @@ class Gradients(Platform):
         leaves = [self.detach(x) for x in inputs]  # which the framework marks, as those that got a gradient
         try:
             found = mindspore.grad(function, grad_position=tuple(range(len(inputs))))(*leaves)
+        except BaseException:
+            if not was_on:  # what was recorded until then would be part of the next graph, in which x[i] fails
+                executor.clear_res()
+            raise
         finally:
             executor.set_grad_flag(was_on)  # which grad() turns off
         return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -72,9 +77,11 @@ class Gradients(Platform):
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+            raise ValueError(
+                coded("HP135", f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+            )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}")
+            raise ValueError(coded("HP135", f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}"))
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = {}
         for held in _all_held(parameters):
@@ -88,8 +95,11 @@ class Gradients(Platform):
         total = _norm_of([norm.reshape(1) for norm in norms.values()], norm_type, _widest(norms.values()))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(
-                f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
-                "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless"
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
+                    "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
+                )
             )
         factor = mint.clamp(max_norm / (total + 1e-6), max=1.0)
         gradients = [held.grad for pieces in spread.values() for held in pieces if held.grad is not None]
@@ -124,26 +134,38 @@ def _held(param: Any, grad: Any) -> _Held:
     for value in (param, *(() if grad is None else (grad,))):
         if not isinstance(value, Tensor):
             raise TypeError(
-                "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
-                f"gradient), found {type(value).__name__} in it"
+                coded(
+                    "HP135",
+                    "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
+                    f"gradient), found {type(value).__name__} in it",
+                )
             )
     grad = param._grad if grad is None else grad
     if grad is None and not isinstance(param, Parameter) and not private.requires_grad(param):
         raise ValueError(
-            f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
-            "gradients themselves, say to which parameters they belong: zip(parameters, gradients)"
+            coded(
+                "HP135",
+                f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
+                "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
+            )
         )
     layout = next((tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)), None)
     local, own = (x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param))
     if isinstance(grad, DTensorBase) and grad.layout.is_partial():
         raise ValueError(
-            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
-            f"{layout}; a norm needs the values: call reduce_partial() on it first"
+            coded(
+                "HP135",
+                f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
+                f"{layout}; a norm needs the values: call reduce_partial() on it first",
+            )
         )
     if local is not None and not isinstance(grad, DTensorBase) and local.shape != own.shape:
         raise ValueError(
-            f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this rank "
-            f"has {tuple(own.shape)}"
+            coded(
+                "HP135",
+                f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this "
+                f"rank has {tuple(own.shape)}",
+            )
         )
     ranks = () if layout is None else layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
     return _Held(param, local, tuple(ranks) if len(ranks) > 1 else ())

@@ -11,6 +11,8 @@ from typing import Any
 
 import mindspore.mint.distributed as dist
 
+from hyper_parallel.platform.error_codes import coded
+
 
 def barrier(group: str) -> Any:
     """Every rank comes."""
@@ -79,5 +81,5 @@ def gather_objects(objects: list[Any], own: Any, group: str) -> None:
 
 def _named(call: str, src: int | None) -> int:
     if src is None:
-        raise ValueError(f"{call}: hccl cannot receive from whoever sends; pass src=")
+        raise ValueError(coded("HP122", f"{call}: hccl cannot receive from whoever sends; pass src="))
     return src

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor, Platform
 
 
@@ -26,6 +27,9 @@ class Interop(Platform):
 
 def _refuse(call: str, what: str) -> NoReturn:
     raise TypeError(
-        f"{call}: MindSpore has no distributed tensors or meshes of its own to exchange with, got {what}; use "
-        "hyper_parallel.DTensor.from_local and to_local with plain tensors"
+        coded(
+            "HP228",
+            f"{call}: MindSpore has no distributed tensors or meshes of its own to exchange with, got {what}; use "
+            "hyper_parallel.DTensor.from_local and to_local with plain tensors",
+        )
     )

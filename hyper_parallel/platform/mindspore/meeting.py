@@ -24,9 +24,12 @@ from typing import Any, NamedTuple
 
 from mindspore.communication import GlobalComm
 
-from hyper_parallel.platform.agreement import Call, check_agreement
+from hyper_parallel.platform.agreement import Call, agree, check_agreement
+from hyper_parallel.platform.axes import axis_of
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError, unfinished
 from hyper_parallel.platform.mindspore.store import Roll, Store
+from hyper_parallel.platform.order import parted
 
 # More bytes than these stay in this process's memory, where the others read them if they are on the same host.
 LARGE = 1 << 16
@@ -48,6 +51,7 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
     key: str
     timeout: float
     lives: bool
+    issued: int
     progress: Progress
     sent: Counter[tuple[int, Any]]
     received: Counter[tuple[int, Any]]
@@ -60,6 +64,7 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
         group.ranks = tuple(ranks)
         group._rank = group.ranks.index(rank)
         group.key, group.timeout, group.lives = key, timeout, True
+        group.issued = 0  # collectives, on this rank
         group.progress = Progress()
         group.sent, group.received = Counter(), Counter()  # letters, by peer and tag
         group.released = Counter()  # those whose data nobody needs any more
@@ -74,7 +79,7 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
         return self._rank
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"group {str(self)!r} belongs to this process and cannot be pickled")
+        raise TypeError(coded("HP104", f"group {str(self)!r} belongs to this process and cannot be pickled"))
 
 
 class Progress:
@@ -216,7 +221,7 @@ class Job:
         self._shelves.clear()
 
     def explain(
-        self, call: str, ranks: Sequence[int], missing: Iterable[int], key: str, group: Group | None
+        self, call: str, ranks: Sequence[int], missing: Iterable[int], key: str, group: Group | None, number: int = 0
     ) -> CommunicationError:
         """The error of a rank that waited in vain, after it has heard what the others wait in."""
         store = self.store.under(f"fault/{key}")
@@ -226,14 +231,16 @@ class Job:
         self.wait_for(ranks, roll.signed, NOTE_SECONDS)
         elsewhere = {r: store.get(str(r)).decode() for r in sorted(roll.signed() & set(ranks))}
         never = tuple(r for r in ranks if r in set(missing) and r not in elsewhere)
-        return unfinished(self.rank, call, group and str(group), ranks, never, elsewhere)
+        axis = axis_of(ranks if group is None else group.ranks)
+        return unfinished(self.rank, call, group and str(group), ranks, never, elsewhere, number=number, axis=axis)
 
 
 class Meeting:
     """One collective under way: this rank's note is in the store, those of the others are waited for."""
 
-    def __init__(self, job: Job, group: Group, call: Call, pieces: Sequence[bytes]) -> None:
-        self._job, self._group, self._call = job, group, call
+    def __init__(self, job: Job, group: Group, call: Call, pieces: Sequence[bytes], *, in_order: bool) -> None:
+        """``in_order``: whether ranks that issue different collectives are told each other's lines of code."""
+        self._job, self._group, self._call, self._in_order = job, group, call, in_order
         self._number = group.progress.begin()
         self._store = job.store.under(group.key)
         self._roll = Roll(self._store, f"{self._number}", group.ranks)
@@ -253,7 +260,7 @@ class Meeting:
         try:
             missing = job.wait_for(group.ranks, self._roll.signed, group.timeout)
             if missing:
-                raise job.explain(call, group.ranks, missing, group.key, group)
+                raise job.explain(call, group.ranks, missing, group.key, group, self._number + 1)
             notes: list[Note] = [
                 pickle.loads(self._store.get(self._key(i, self._number)))  # noqa: S301 - from a rank of our own job
                 for i in range(group.size())
@@ -264,10 +271,18 @@ class Meeting:
         except CommunicationError:
             raise
         except (RuntimeError, OSError) as error:  # the store or a process has ended
-            raise unfinished(job.rank, call, str(group), group.ranks, None, {}, error) from error
+            number, axis = self._number + 1, axis_of(group.ranks)
+            told = unfinished(job.rank, call, str(group), group.ranks, None, {}, error, number=number, axis=axis)
+            raise told from error
         self._clean(notes)
-        check_agreement([note.call for note in notes], group.ranks, call)
+        self._check([note.call for note in notes])
         return found
+
+    def _check(self, calls: Sequence[Call]) -> None:
+        ranks = self._group.ranks
+        if self._in_order and not agree(calls):
+            raise parted(self._job.rank, self._number + 1, ranks, dict(zip(ranks, map(issued, calls), strict=True)))
+        check_agreement(calls, ranks, self._call.name)
 
     def _clean(self, notes: Sequence[Note]) -> None:
         """Removes this rank's notes that all have read."""
@@ -362,6 +377,11 @@ class Post:
 
     def _key(self, sender: int, receiver: int, tag: Any) -> str:
         return f"letters/{sender}/{receiver}/{tag}"
+
+
+def issued(call: Call) -> str:
+    """What a rank issued, and where."""
+    return f"{call} at {call.line or 'a line of the framework'}"
 
 
 def _unpacked(piece: bytes | Parcel) -> bytes:

@@ -15,6 +15,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, mint, nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import deferred, optimizers, private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import DTYPE_NAMES, Tensors
@@ -59,7 +60,9 @@ class Modules(Tensors):
     def update_parameter_by_name(self, cell: Any, result: tuple[Any, str, Any], new_param: Any) -> None:
         owner, name, old = result
         if name not in private.own_parameters(owner):
-            raise ValueError(f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+            raise ValueError(
+                coded("HP132", f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+            )
         new = self._parameter_like(old, new_param)
         # Every place that shares the old parameter gets the new one, so that tied weights stay tied.
         for module in {owner, *(module for _, module in cell.cells_and_names())}:
@@ -77,11 +80,16 @@ class Modules(Tensors):
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
-            raise ValueError(f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+            raise ValueError(
+                coded("HP132", f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+            )
         if layout.is_partial():
             raise ValueError(
-                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)"
+                coded(
+                    "HP132",
+                    f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
+                    f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
+                )
             )
         shape = tuple(param.shape)
         if self.is_meta(param):
@@ -111,8 +119,11 @@ class Modules(Tensors):
         target = self._local(param)
         if self.is_meta(target):
             raise ValueError(
-                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot hold "
-                "data; call init_parameters(module, stage_index) first"
+                coded(
+                    "HP132",
+                    f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
+                    "hold data; call init_parameters(module, stage_index) first",
+                )
             )
         self.copy_into(target, self.detach(self._fitting(param, data)))
 
@@ -129,7 +140,7 @@ class Modules(Tensors):
             source = data if self.is_tensor(data) else mindspore.Tensor(data)
         if tuple(source.shape) not in fits:
             wanted = f"fits neither of {fits}" if len(fits) > 1 else f"does not fit {fits[0]}"
-            raise ValueError(f"load_into_param: data of shape {tuple(source.shape)} {wanted}")
+            raise ValueError(coded("HP132", f"load_into_param: data of shape {tuple(source.shape)} {wanted}"))
         if tuple(source.shape) == tuple(self._local(param).shape):
             return source
         return param.layout.part_of(source)
@@ -211,7 +222,9 @@ class Modules(Tensors):
         state = cell.state_dict() if isinstance(cell, nn.Cell) else dict(cell)
         wrong = sorted(name for name, value in state.items() if not self.is_tensor(value))
         if wrong:
-            raise ValueError(f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+            raise ValueError(
+                coded("HP134", f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+            )
         tensors = {name: self.host_tensor(value) for name, value in state.items()}
         target = Path(file_path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
@@ -231,13 +244,19 @@ class Modules(Tensors):
         try:
             found = deserialize(Path(file_path).read_bytes())
         except SafetensorError as error:
-            raise ValueError(f"load_checkpoint: {file_path} is not a whole safetensors file: {error}") from error
+            raise ValueError(
+                coded("HP134", f"load_checkpoint: {file_path} is not a whole safetensors file: {error}")
+            ) from error
         return {name: self._stored(name, entry, file_path) for name, entry in found}
 
     def _stored(self, name: str, entry: dict[str, Any], path: Any) -> Any:
         names = {stored: dtype for dtype, stored in _STORED.items()}
         if entry["dtype"] not in names:
-            raise ValueError(f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have")
+            raise ValueError(
+                coded(
+                    "HP134", f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have"
+                )
+            )
         return self.tensor_from_bytes(np.array(bytearray(entry["data"])), names[entry["dtype"]], entry["shape"])
 
 
@@ -259,7 +278,7 @@ def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
 
 def _check_format(call: str, ckpt_format: str) -> None:
     if ckpt_format != "safetensors":
-        raise ValueError(f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}")
+        raise ValueError(coded("HP134", f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}"))
 
 
 def _refuse_prepending(call: str, prepend: bool) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 
 _TORCHS = {
@@ -53,8 +54,11 @@ def parts(
         groups = _groups(optimizer)
     else:
         raise TypeError(
-            "optimizer_parts: expected an optimizer of mindspore.experimental.optim or mindspore.nn, got "
-            f"{type(optimizer).__name__}"
+            coded(
+                "HP140",
+                "optimizer_parts: expected an optimizer of mindspore.experimental.optim or mindspore.nn, got "
+                f"{type(optimizer).__name__}",
+            )
         )
     return groups, State(optimizer, groups, copy_into)
 
@@ -65,8 +69,11 @@ def refuse_idle(optimizer: Any) -> None:
     if is_mint and mindspore.get_context("device_target") == "CPU":
         name = type(optimizer).__name__
         raise RuntimeError(
-            f"mindspore.mint.optim.{name} does not change any weight on a CPU; use "
-            f"mindspore.experimental.optim.{name.removeprefix('Fused')}, which does"
+            coded(
+                "HP140",
+                f"mindspore.mint.optim.{name} does not change any weight on a CPU; use "
+                f"mindspore.experimental.optim.{name.removeprefix('Fused')}, which does",
+            )
         )
 
 
@@ -142,7 +149,11 @@ class State(MutableMapping[Any, dict[str, Any]]):
     def __setitem__(self, parameter: Any, values: dict[str, Any]) -> None:
         own = self._own(parameter)
         if unknown := sorted(values.keys() - own.keys()):
-            raise ValueError(f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}")
+            raise ValueError(
+                coded(
+                    "HP140", f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}"
+                )
+            )
         if "momentum_buffer" in values and _FIRST_STEP in own and _FIRST_STEP not in values:
             values = {**values, _FIRST_STEP: mindspore.ops.zeros_like(own[_FIRST_STEP])}
         for name, value in values.items():
@@ -157,8 +168,11 @@ class State(MutableMapping[Any, dict[str, Any]]):
             before, first = self._given.setdefault(name, (number, parameter))
             if before != number:
                 raise ValueError(
-                    f"{self._name} of MindSpore keeps one {name!r} for all parameters, got {before} for {first.name} "
-                    f"and {number} for {parameter.name}; load what was saved when both had the same"
+                    coded(
+                        "HP140",
+                        f"{self._name} of MindSpore keeps one {name!r} for all parameters, got {before} for "
+                        f"{first.name} and {number} for {parameter.name}; load what was saved when both had the same",
+                    )
                 )
 
     def __delitem__(self, parameter: Any) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import mindspore
 
+from hyper_parallel.platform.error_codes import coded
+
 
 @functools.cache
 def _name(module: str, *path: str) -> Any:
@@ -21,8 +23,11 @@ def _name(module: str, *path: str) -> Any:
             found = getattr(found, step)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"MindSpore {mindspore.__version__} has no {'.'.join((module, *path))}, which hyper_parallel needs; it is "
-            "written for mindspore 2.10"
+            coded(
+                "HP101",
+                f"MindSpore {mindspore.__version__} has no {'.'.join((module, *path))}, which hyper_parallel needs; it "
+                "is written for mindspore 2.10",
+            )
         ) from error
     return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private, randomness
 from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
@@ -36,7 +37,9 @@ class Recompute(Platform):
         self, module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
     ) -> Any:
         if checkpoint_fn is not None and not callable(checkpoint_fn):
-            raise ValueError(f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+            raise ValueError(
+                coded("HP136", f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+            )
 
         def run(_cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if checkpoint_fn is not None:
@@ -94,8 +97,11 @@ def checkpoint(
     """
     if use_reentrant:
         raise ValueError(
-            "checkpoint: MindSpore's reentrant recompute draws other random numbers the second time and works under "
-            "value_and_grad alone; use_reentrant must be False"
+            coded(
+                "HP136",
+                "checkpoint: MindSpore's reentrant recompute draws other random numbers the second time and works "
+                "under value_and_grad alone; use_reentrant must be False",
+            )
         )
 
     def contexts() -> tuple[Any, Any]:
@@ -132,7 +138,7 @@ def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:
     Both have one dictionary of attributes, so that names, parameters, hooks, indexing and state are the same by nature.
     """
     if not isinstance(module, nn.Cell):
-        raise ValueError(f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}")
+        raise ValueError(coded("HP136", f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}"))
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, super(kind, self).construct, args, kwargs)

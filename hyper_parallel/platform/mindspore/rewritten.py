@@ -16,6 +16,7 @@ from typing import Any
 import mindspore
 from mindspore import mint, ops
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, function
 
@@ -53,7 +54,7 @@ def _changed(name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 def _matmul(input: Any, other: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     left = mint.transpose(input, -1, -2) if transpose_a else input
     right = mint.transpose(other, -1, -2) if transpose_b else other
-    return mint.matmul(left, right)
+    return by_rule("matmul", left, right)
 
 
 def _bias_add(input: Any, bias: Any, data_format: Any = 0) -> Any:  # noqa: ARG001 - channels are dim 1 in both
@@ -78,7 +79,7 @@ def _std(input: Any, dim: Any = None, correction: Any = None, keepdim: bool = Fa
 
 def _gather(input: Any, index: Any, axis: int, batch_dims: int = 0) -> Any:
     if batch_dims:
-        raise NotImplementedError("ops.gather: batch_dims is not supported for distributed tensors")
+        raise NotImplementedError(coded("HP313", "ops.gather: batch_dims is not supported for distributed tensors"))
     if axis % input.ndim == 0 and input.ndim == 2:
         return by_rule("embedding", index, input)
     if index.ndim == 1:
@@ -92,14 +93,18 @@ def _gather_nd(input: Any, index: Any) -> Any:
 
 def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
     if axis != -1:
-        raise NotImplementedError("ops.one_hot: distributed tensors get the new dim at the end; take axis=-1")
+        raise NotImplementedError(
+            coded("HP313", "ops.one_hot: distributed tensors get the new dim at the end; take axis=-1")
+        )
     found = by_rule("one_hot", index, depth)
     return found.astype(on.dtype) * (on - off) + off
 
 
 def _strided_slice(input: Any, begin: Any, end: Any, strides: Any, *masks: int) -> Any:
     if any(masks):
-        raise NotImplementedError("ops.strided_slice: masks are not supported for distributed tensors; index it")
+        raise NotImplementedError(
+            coded("HP313", "ops.strided_slice: masks are not supported for distributed tensors; index it")
+        )
     return input[tuple(map(slice, begin, end, strides))]
 
 
@@ -113,7 +118,9 @@ def _split(input: Any, axis: int = 0, output_num: int = 1) -> Any:
 
 def _scatter(input: Any, dim: int, index: Any, src: Any, reduce: Any = 0) -> Any:
     if reduce not in (0, 1, None):
-        raise NotImplementedError("scatter: distributed tensors are written to, or added to; scatter_reduce has others")
+        raise NotImplementedError(
+            coded("HP313", "scatter: distributed tensors are written to, or added to; scatter_reduce has others")
+        )
     if reduce:
         return by_rule("scatter_add", input, dim, index, src)
     return by_rule("scatter", input, dim, index, **{"src" if hasattr(src, "shape") else "value": src})
@@ -142,7 +149,9 @@ def _reduced(name: str, parameters: str = "axis keep_dims") -> Callable[..., Any
         keep = any(given.pop(spelled, False) for spelled in ("keep_dims", "keepdims", "keepdim"))
         dtype = {"dtype": given.pop("dtype")} if "dtype" in given else {}
         if given:
-            raise NotImplementedError(f"{name}: {', '.join(given)} is not supported for distributed tensors")
+            raise NotImplementedError(
+                coded("HP313", f"{name}: {', '.join(given)} is not supported for distributed tensors")
+            )
         return by_rule(name, input, dims, keep, **dtype) if dims is not None or keep else by_rule(name, input, **dtype)
 
     return reduce
@@ -182,7 +191,9 @@ def _deviation(input: Any, axis: Any = (), unbiased: bool = True, keep_dims: boo
 def _running(name: str) -> Callable[..., Any]:
     def run(input: Any, axis: Any, exclusive: bool = False, reverse: bool = False, **_: Any) -> Any:
         if exclusive or reverse:
-            raise NotImplementedError(f"ops.{name}: exclusive and reverse are not supported for distributed tensors")
+            raise NotImplementedError(
+                coded("HP313", f"ops.{name}: exclusive and reverse are not supported for distributed tensors")
+            )
         return by_rule(name, input, int(axis))
 
     return run
@@ -200,8 +211,15 @@ def _ordered(name: str) -> Callable[..., Any]:
 
 def _trace(input: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None) -> Any:
     if (offset, axis1, axis2, dtype) != (0, 0, 1, None) or input.ndim != 2:
-        raise NotImplementedError("trace: distributed tensors have that of a matrix; take the sum of a diagonal")
+        raise NotImplementedError(
+            coded("HP313", "trace: distributed tensors have that of a matrix; take the sum of a diagonal")
+        )
     return by_rule("trace", input)
+
+
+def _svd(input: Any, full_matrices: bool = False, compute_uv: bool = True) -> Any:
+    left, values, right = by_rule("svd", input, not full_matrices, compute_uv)
+    return values, left, right
 
 
 # --- norms and losses
@@ -260,7 +278,9 @@ def _nll_loss(input: Any, target: Any, weight: Any, reduction: int, ignore_index
 def _convolution(count: int) -> Callable[..., Any]:
     def run(input: Any, weight: Any, *, pad_mode: str, pad: Any, group: int, data_format: str, **more: Any) -> Any:
         if not data_format.startswith("NC"):
-            raise NotImplementedError(f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}")
+            raise NotImplementedError(
+                coded("HP313", f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}")
+            )
         stride, dilation = (more[f"{key}s" if f"{key}s" in more else key][-count:] for key in ("stride", "dilation"))
         kernel = weight.shape[2:]
         if pad_mode == "same":
@@ -283,7 +303,9 @@ def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
 
 def _max_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: Any, data_format: Any, **_: Any) -> Any:
     if str(pad_mode).lower() != "valid" or data_format != "NCHW":
-        raise NotImplementedError(f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d")
+        raise NotImplementedError(
+            coded("HP313", f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d")
+        )
     return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:])
 
 
@@ -294,13 +316,13 @@ def _max_pool_with_places(input: Any, kernel_size: Any, strides: Any, pads: Any,
 
 def _avg_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: int, data_format: int) -> Any:
     if pad_mode != 2 or data_format != 0:  # valid, NCHW
-        raise NotImplementedError("AvgPool: distributed tensors have pad_mode valid; use avg_pool2d")
+        raise NotImplementedError(coded("HP313", "AvgPool: distributed tensors have pad_mode valid; use avg_pool2d"))
     return by_rule("avg_pool2d", input, kernel_size, strides)
 
 
 def _padded(input: Any, paddings: Any, value: Any, mode: str, paddings_contiguous: bool, **_: Any) -> Any:
     if not paddings_contiguous:
-        raise NotImplementedError("PadV3: distributed tensors take the two sides of a dim together")
+        raise NotImplementedError(coded("HP313", "PadV3: distributed tensors take the two sides of a dim together"))
     sides = paddings.tolist() if hasattr(paddings, "tolist") else paddings
     return by_rule("pad", input, tuple(sides), "replicate" if mode == "edge" else mode, **_number("value", value))
 
@@ -339,9 +361,11 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "BiasAdd": _bias_add,
     "Addcmul": _addcmul,
     "Addcdiv": _addcdiv,
+    "MatMulExt": lambda input, other: by_rule("matmul", input, other),
     "Cross": lambda input, other, dim: by_rule("cross", input, other, None if dim == -65530 else dim),
     # A CPU lacks these kernels, or they do not take a float64 there.
     "CumsumExt": lambda input, dim, dtype=None: by_rule("cumsum", input, dim, dtype=dtype),
+    "Clone": lambda input: by_rule("clone", input),
     "DiagExt": lambda *args: by_rule("diag", *args),
     "LinalgVectorNorm": lambda input, ord, dim, keepdim, dtype: by_rule(
         "vector_norm", input, ord, dim, keepdim, dtype=dtype
@@ -350,6 +374,10 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "Roll": lambda *args: by_rule("roll", *args),
     "LogSumExp": lambda *args, **kwargs: by_rule("logsumexp", *args, **kwargs),
     "MatrixInverseExt": lambda input: by_rule("inverse", input),
+    "Logit": lambda input, eps=None: by_rule("logit", input, None if eps is not None and eps < 0 else eps),
+    "PReLU": lambda input, weight: by_rule("prelu", input, weight),
+    "CholeskySolve": lambda input, input2, upper=False: by_rule("cholesky_solve", input, input2, upper),
+    "Svd": _svd,
     "Lerp": lambda *args: by_rule("lerp", *args),
     "LerpScalar": lambda *args: by_rule("lerp", *args),
     "TraceV2": _trace,
@@ -393,6 +421,7 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "DeprecatedSort": lambda input, axis=-1, descending=False: _ordered("sort")(input, axis, descending),
     "SortExt": _ordered("sort"),
     "ArgSort": lambda *args, **kwargs: by_rule("argsort", *args, **kwargs).astype(mindspore.int32),
+    "InplaceExponential": lambda target, *args, **kwargs: by_rule("exponential_", target, *args[:1], **kwargs),
     "TopK": lambda input, k: _ordered("topk")(input, k, -1),
     "TopkExt": _ordered("topk"),
     "LayerNorm": _layer_norm,

@@ -26,6 +26,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.containers import leaves, tree_map
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, called
@@ -67,8 +68,11 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
     is_operator = isinstance(policy_fn_or_list, (str, Operation, ops.Primitive))
     if is_operator or not callable(policy_fn_or_list):
         raise ValueError(
-            f"{_CALL}: expected a policy function (ctx, op, *args, **kwargs) or a list of operators to save, got "
-            f"{policy_fn_or_list!r}" + ("; put it in a list" if is_operator else "")
+            coded(
+                "HP136",
+                f"{_CALL}: expected a policy function (ctx, op, *args, **kwargs) or a list of operators to save, got "
+                f"{policy_fn_or_list!r}" + ("; put it in a list" if is_operator else ""),
+            )
         )
     return policy_fn_or_list
 
@@ -79,8 +83,11 @@ def _listed(op: Any) -> str:
     name = op if isinstance(op, str) else called(op).name if callable(op) else None
     if name is None or not (name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))):
         raise ValueError(
-            f"{_CALL}: {op!r} in the list is no operator; expected a function such as mindspore.mint.matmul, or a name "
-            "as a policy sees it: 'MatMulExt', or 'matmul' for all its forms"
+            coded(
+                "HP136",
+                f"{_CALL}: {op!r} in the list is no operator; expected a function such as mindspore.mint.matmul, or a "
+                "name as a policy sees it: 'MatMulExt', or 'matmul' for all its forms",
+            )
         )
     return name
 
@@ -220,7 +227,9 @@ class _Deciding:
 
     def __enter__(self) -> _Deciding:
         if self._inside is not None:
-            raise RuntimeError(f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each")
+            raise RuntimeError(
+                coded("HP136", f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each")
+            )
         self._inside = told(self._on_operator)
         self._inside.__enter__()
         return self
@@ -255,8 +264,12 @@ class _Deciding:
     def _verdict(op: Operation, returned: Any) -> CheckpointPolicy:
         if not isinstance(returned, (bool, CheckpointPolicy)):
             raise ValueError(
-                f"the checkpoint policy returned {returned!r} for {op}; expected one of "
-                f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in CheckpointPolicy)}, or a bool (True: save)"
+                coded(
+                    "HP136",
+                    f"the checkpoint policy returned {returned!r} for {op}; expected one of "
+                    f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in CheckpointPolicy)}, or a bool (True: "
+                    "save)",
+                )
             )
         return _VERDICTS[returned]
 
@@ -274,8 +287,12 @@ class _Kept:
     def take(self) -> Any:
         if self._mark is not None and self._mark != _mark(self._tensor):
             raise RuntimeError(
-                f"the output of {self._name} that a selective checkpoint keeps was modified by an in-place operation; "
-                "compute it again (MUST_RECOMPUTE), or allow_cache_entry_mutation=True to take it as it is"
+                coded(
+                    "HP136",
+                    f"the output of {self._name} that a selective checkpoint keeps was modified by an in-place "
+                    "operation; compute it again (MUST_RECOMPUTE), or allow_cache_entry_mutation=True to take it as "
+                    "it is",
+                )
             )
         return ops.stop_gradient(self._tensor)
 
@@ -441,8 +458,11 @@ class _Recomputing:
         entry = next(remaining, None)
         if entry is None or entry.name != name:
             raise RuntimeError(
-                f"{name} runs in the recompute where forward ran {entry.name if entry else 'nothing more'}: the "
-                "function under checkpoint must do the same both times"
+                coded(
+                    "HP136",
+                    f"{name} runs in the recompute where forward ran {entry.name if entry else 'nothing more'}: the "
+                    "function under checkpoint must do the same both times",
+                )
             )
         with told(None):
             out = run() if entry.runs_again else entry.hand_out(_tensors((args, kwargs)))

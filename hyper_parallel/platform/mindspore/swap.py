@@ -14,6 +14,8 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from hyper_parallel.platform.error_codes import coded
+
 PREFETCH_DEPTH = 2
 
 
@@ -65,7 +67,9 @@ class SwapToHost:
     ) -> None:
         if policy_fn is not None and not callable(policy_fn):
             raise ValueError(
-                f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                coded(
+                    "HP136", f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                )
             )
         self.swapped_tensors = 0
         self.swapped_bytes = 0

@@ -12,6 +12,7 @@ import mindspore
 import numpy as np
 
 from hyper_parallel.platform.containers import tree_map
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.collectives import check_tensor
 from hyper_parallel.platform.mindspore.swap import memory_address
@@ -32,8 +33,11 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
     def itemsize(self, dtype: Any) -> int:
         if dtype in FLOAT8:
             raise ValueError(
-                f"symmetric memory: MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]} in memory that is there; "
-                "share bytes (uint8)"
+                coded(
+                    "HP137",
+                    f"symmetric memory: MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]} in memory that is "
+                    "there; share bytes (uint8)",
+                )
             )
         return int(numpy_dtype(dtype).itemsize)
 
@@ -94,6 +98,9 @@ class SharedTensor(mindspore.Tensor):
 def _check_device(call: str, device: str) -> None:
     if device != "CPU":
         raise RuntimeError(
-            f"symmetric memory: {call}: not available on device {device!r}: MindSpore has none on an accelerator; "
-            "exchange tensors with isend and irecv, or all_gather_into_tensor"
+            coded(
+                "HP137",
+                f"symmetric memory: {call}: not available on device {device!r}: MindSpore has none on an accelerator; "
+                "exchange tensors with isend and irecv, or all_gather_into_tensor",
+            )
         )

@@ -12,6 +12,7 @@ import mindspore
 import numpy as np
 from mindspore import mint, ops
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import deferred, private, randomness
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.transform import chunk_span
@@ -59,10 +60,13 @@ class Tensors(Platform):
     def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
         if not isinstance(split_size, int) or split_size < 1 or not 0 <= index < split_size:
             raise ValueError(
-                f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}"
+                coded(
+                    "HP139",
+                    f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
+                )
             )
         if not -data.ndim <= split_dim < data.ndim:
-            raise ValueError(f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}")
+            raise ValueError(coded("HP139", f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}"))
         start, size = chunk_span(data.shape[split_dim], split_size, index)
         if data.is_meta:
             shape = [size if dim == split_dim % data.ndim else length for dim, length in enumerate(data.shape)]
@@ -87,12 +91,15 @@ class Tensors(Platform):
     def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
         if not len(begin) == len(end) == len(stride) == x.ndim:
             raise ValueError(
-                f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must have "
-                f"one entry for each dim of shape {tuple(x.shape)}"
+                coded(
+                    "HP139",
+                    f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
+                    f"have one entry for each dim of shape {tuple(x.shape)}",
+                )
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(f"construct_strided_slice: the stride of dim {dim} is 0")
+                raise ValueError(coded("HP139", f"construct_strided_slice: the stride of dim {dim} is 0"))
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
 
@@ -111,7 +118,9 @@ class Tensors(Platform):
             bare = name.rpartition(".")[2].lower()
         dtype = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
         if dtype is None:
-            raise ValueError(f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+            raise ValueError(
+                coded("HP138", f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+            )
         return dtype
 
     def get_tensor_storage_size(self, tensor: Any) -> int:
@@ -192,7 +201,11 @@ class Tensors(Platform):
         if where == "meta":
             return self.empty(array.shape, dtype, where)
         if dtype in FLOAT8:
-            raise ValueError(f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint")
+            raise ValueError(
+                coded(
+                    "HP138", f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint"
+                )
+            )
         return mindspore.Tensor(np.asarray(array).astype(numpy_dtype(dtype)))
 
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
@@ -218,8 +231,11 @@ class Tensors(Platform):
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not private.is_leaf(input_tensor):
             raise ValueError(
-                "set_tensor_requires_grad: the tensor was computed from others; mindspore.ops.stop_gradient() it first "
-                "(torch's detach() it first)"
+                coded(
+                    "HP139",
+                    "set_tensor_requires_grad: the tensor was computed from others; mindspore.ops.stop_gradient() it "
+                    "first (torch's detach() it first)",
+                )
             )
         return self.set_requires_grad(input_tensor, True)
 
@@ -387,7 +403,7 @@ def device_name(device: Any) -> str:
         return str(mindspore.get_context("device_target"))
     name = _DEVICES.get(str(device).partition(":")[0].lower())
     if name is None:
-        raise ValueError(f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}")
+        raise ValueError(coded("HP138", f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}"))
     return name
 
 
@@ -397,8 +413,11 @@ def usable_device(device: Any) -> str:
     if name not in (own, "CPU", "meta"):
         places = ", ".join(dict.fromkeys((own, "CPU", "meta")))
         raise ValueError(
-            f"device {str(device)!r} is not the one in use: this process has tensors on {places}; "
-            "mindspore.set_device chooses another at its start"
+            coded(
+                "HP138",
+                f"device {str(device)!r} is not the one in use: this process has tensors on {places}; "
+                "mindspore.set_device chooses another at its start",
+            )
         )
     return name
 

@@ -16,9 +16,10 @@ from hyper_parallel.platform.torch.gradients import Gradients
 from hyper_parallel.platform.torch.interop import Interop
 from hyper_parallel.platform.torch.modules import Modules
 from hyper_parallel.platform.torch.recompute import Recompute
+from hyper_parallel.platform.torch.training import Training
 
 
-class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop):
+class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training):
     """PyTorch as the core sees it."""
 
     Tensor = torch.Tensor

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
-from hyper_parallel.platform.torch import gloo
+from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
 from hyper_parallel.platform.torch.groups import Groups
@@ -66,7 +68,8 @@ class Collectives(Groups):
         source = as_stored(data)
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
-        gather = gloo.all_gather if gloo.is_used(group, data) else _native_all_gather
+        # What is compared must be waited for in steps, which gloo's point-to-point communication does not stand.
+        gather = gloo.all_gather if gloo.is_used(group, data) and not order.last(group)[1] else _native_all_gather
         work = self._call(
             "all_gather_into_tensor",
             group,
@@ -81,7 +84,11 @@ class Collectives(Groups):
         check_reducible(call, data, op, group)
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
-            raise ValueError(f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks")
+            raise ValueError(
+                coded(
+                    "HP123", f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks"
+                )
+            )
         self._announce(lambda: Call.on(call, data, op), group, _share(data, group))
         source = as_stored(data)
         output = source.new_empty((data.shape[0] // size, *data.shape[1:]))
@@ -106,11 +113,18 @@ class Collectives(Groups):
         shape = tuple(output_shape)
         if input_tensor.dim() == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
             raise ValueError(
-                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
-                f"divisible by the group's {size} ranks"
+                coded(
+                    "HP123",
+                    f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                    f"divisible by the group's {size} ranks",
+                )
             )
         if math.prod(shape) != input_tensor.numel():
-            raise ValueError(f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements")
+            raise ValueError(
+                coded(
+                    "HP123", f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements"
+                )
+            )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
         if async_op:
             return output, handle
@@ -169,10 +183,16 @@ class Collectives(Groups):
         resolved = self._group("all_gather_object", group)
         if len(object_list) != resolved.size():
             raise ValueError(
-                f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
-                f"{len(object_list)}"
+                coded(
+                    "HP124",
+                    f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
+                    f"{len(object_list)}",
+                )
             )
         self._announce(lambda: Call("all_gather_object"), resolved)
+        if order.last(resolved)[1]:  # the meeting itself is not waited for in steps, so all come together before
+            work = self._call("all_gather_object", resolved, lambda: dist.barrier(resolved, async_op=True))
+            Handle(work, "all_gather_object", resolved).wait()
         self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
@@ -212,10 +232,14 @@ class Collectives(Groups):
         return output, Handle(work, call, group)
 
     def _announce(self, describe: Callable[[], Call], group: dist.ProcessGroup, nbytes: int = 0) -> None:
-        """Compares the ranks' calls if that was asked for, and tells the listeners; else costs next to nothing."""
-        if not self._checks_collectives and not self._listeners:
+        """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
+        "nothing."""
+        number = order.begin(group)
+        if number > self._compared_first and not self._checks_collectives and not self._listeners:
             return
         call = describe()
+        if number <= self._compared_first:
+            self._call(call.name, group, lambda: order.compare(group, call))
         if self._checks_collectives:
             self._call(call.name, group, lambda: require_agreement(call, group))
         self._tell(call.name, dist.get_process_group_ranks(group), nbytes)
@@ -231,8 +255,10 @@ class Collectives(Groups):
     def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any], peer: int | None = None) -> Any:
         try:
             return start()
+        except CommunicationError:
+            raise
         except BACKEND_ERRORS as error:
-            raise explain(error, call, group, peer) from error
+            raise explain(error, call, group, peer, 0 if peer is not None else order.last(group)[0]) from error
 
     def _result(self, tensor: torch.Tensor, handle: Handle, async_op: bool) -> Any:
         if async_op:
@@ -243,12 +269,12 @@ class Collectives(Groups):
     def _check_member(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
         if rank not in ranks or isinstance(rank, bool):
-            raise ValueError(f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}")
+            raise ValueError(coded("HP122", f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}"))
 
     def _check_peer(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
         self._check_member(call, name, rank, group)
         if rank == self.get_rank():
-            raise ValueError(f"{call}: {name} is this rank, {rank}, itself")
+            raise ValueError(coded("HP122", f"{call}: {name} is this rank, {rank}, itself"))
 
 
 def as_stored(data: torch.Tensor) -> torch.Tensor:
@@ -259,19 +285,23 @@ def as_stored(data: torch.Tensor) -> torch.Tensor:
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"{call}: expected a tensor, got {type(data).__name__}")
+        raise TypeError(coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}"))
 
 
 def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in _REDUCE_OP:
-        raise ValueError(f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+        raise ValueError(coded("HP121", f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}"))
     if op == "avg" and not (data.is_floating_point() or data.is_complex()):
-        raise ValueError(f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide")
+        raise ValueError(
+            coded("HP121", f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide")
+        )
     if data.is_complex() and op in ("max", "min", "prod"):
-        raise ValueError(f"{call}: {op} is not defined for {data.dtype}")
+        raise ValueError(coded("HP121", f"{call}: {op} is not defined for {data.dtype}"))
     if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
-        raise ValueError(f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}")
+        raise ValueError(
+            coded("HP121", f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}")
+        )
 
 
 def _native_op(op: str, data: torch.Tensor) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.error_codes import coded
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -140,8 +142,12 @@ class DTensorBase(torch.Tensor):
         """Other data of the same layout, in place; the wrapper takes its dtype and device."""
         if not isinstance(data, DTensorBase) or data._layout is not self._layout or data._shape != self._shape:
             raise ValueError(
-                f"data: expected a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout}, got "
-                f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape {tuple(data.shape)}"
+                coded(
+                    "HP227",
+                    f"data: expected a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout}, got "
+                    f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape "
+                    f"{tuple(data.shape)}",
+                )
             )
         self._local.data = data._local
         self._spec = None
@@ -176,7 +182,9 @@ class DTensorBase(torch.Tensor):
         if isinstance(grad, DTensorBase):
             grad = self._in_gradient_layout(grad)
         elif grad is not None:
-            raise TypeError(f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
+            raise TypeError(
+                coded("HP227", f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
+            )
         self._local.grad = grad
         self._last_gradient = None
 
@@ -207,13 +215,17 @@ class DTensorBase(torch.Tensor):
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             return target._local, torch.ones_like(target._local)
         if gradient.dim():
-            raise TypeError(f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
+            raise TypeError(
+                coded("HP227", f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
+            )
         return target._local, gradient
 
     def _watched(self, what: str) -> None:
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
         if self._origin is not None and self._routes:
-            raise RuntimeError(f"{what}: the tensor was gathered and used already; call it right after redistribute()")
+            raise RuntimeError(
+                coded("HP225", f"{what}: the tensor was gathered and used already; call it right after redistribute()")
+            )
         self._origin = self._routes = None  # routes are shared with others that were gathered from the same tensor
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
@@ -270,7 +282,9 @@ def _grad(
 ) -> tuple[Any, ...]:
     """torch.autograd.grad: of the shards, by every route that was handed out."""
     if is_grads_batched:
-        raise NotImplementedError("autograd.grad: is_grads_batched is not supported for distributed tensors")
+        raise NotImplementedError(
+            coded("HP312", "autograd.grad: is_grads_batched is not supported for distributed tensors")
+        )
     outputs, inputs = _several(outputs), _several(inputs)
     given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
     pairs = zip(outputs, given, strict=True)

@@ -17,11 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.errors import CommunicationError, unfinished
-
-# How long a failed rank waits for the notes of the others. They fail at about the same time: the first to give up
-# closes its connections.
-NOTE_SECONDS = 1.0
+from hyper_parallel.platform.torch import order
+from hyper_parallel.platform.torch.order import NOTE_SECONDS
 
 # How often the thread looks whether others have failed in the collective that this rank waits in.
 LOOK_SECONDS = 0.25
@@ -45,6 +44,8 @@ class Handle:
         self._group = group
         self._finish = finish
         self._peer = peer  # the one other rank that takes part, in point-to-point communication
+        self._number, compared = order.last(group) if peer is None else (0, False)
+        self._waiting = order.Wait(group) if compared else None
 
     def wait(self) -> bool:
         """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
@@ -53,9 +54,9 @@ class Handle:
             _keep_lookout()
             WAITING[threading.get_ident()] = (self._collective, self._group, time.monotonic())
             try:
-                work.wait()
+                self._complete(work)
             except BACKEND_ERRORS as error:
-                raise explain(error, self._collective, self._group, self._peer) from error
+                raise explain(error, self._collective, self._group, self._peer, self._number) from error
             finally:
                 del WAITING[threading.get_ident()]
         if self._finish is not None:
@@ -63,21 +64,47 @@ class Handle:
             finish()
         return True
 
+    def _complete(self, work: Any) -> None:
+        waiting = self._waiting
+        if waiting is None or dist.get_backend(self._group) != "gloo":
+            work.wait()
+            return
+        while True:  # gloo goes on with an operation for which the wait has timed out
+            try:
+                work.wait(timedelta(seconds=LOOK_SECONDS))
+            except BACKEND_ERRORS:
+                if work.is_completed():
+                    raise
+                waiting.look()
+            else:
+                waiting.end()
+                return
+
     def is_completed(self) -> bool:
         """Whether the operation has ended; its result may still need ``wait()``."""
         return self._work is None or bool(self._work.is_completed())
 
 
 def explain(
-    error: BaseException, collective: str, group: dist.ProcessGroup, peer: int | None = None
+    error: BaseException, collective: str, group: dist.ProcessGroup, peer: int | None = None, number: int = 0
 ) -> CommunicationError:
     """The CommunicationError for a backend's error in ``collective`` on ``group``, or with one ``peer`` of it."""
+    if isinstance(error, CommunicationError):
+        return error
+    error = _known_failure(group) or error
     if isinstance(error, CommunicationError):
         return error
     rank = dist.get_rank()
     ranks = dist.get_process_group_ranks(group) if peer is None else sorted([rank, peer])
     notes = _exchange_notes(_notes_key(group), rank, ranks, collective)
-    return _communication_error(error, collective, group, ranks, notes)
+    return _communication_error(error, collective, group, ranks, notes, number)
+
+
+def _known_failure(group: dist.ProcessGroup) -> RuntimeError | None:
+    try:
+        return order.failure(group)
+    except BACKEND_ERRORS:
+        return None  # the store has ended
 
 
 def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> CommunicationError:
@@ -161,7 +188,9 @@ def _communication_error(
     group: dist.ProcessGroup | None,
     ranks: list[int],
     notes: dict[int, str] | None,
+    number: int = 0,
 ) -> CommunicationError:
     missing = None if notes is None else tuple(r for r in ranks if r not in notes)
     name = None if group is None else group.group_name
-    return unfinished(dist.get_rank(), collective, name, ranks, missing, notes or {}, error)
+    axis = axis_of(ranks if group is None else dist.get_process_group_ranks(group))
+    return unfinished(dist.get_rank(), collective, name, ranks, missing, notes or {}, error, number=number, axis=axis)

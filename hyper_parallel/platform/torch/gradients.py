@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 
@@ -59,9 +60,11 @@ class Gradients(Platform):
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+            raise ValueError(
+                coded("HP135", f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+            )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}")
+            raise ValueError(coded("HP135", f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}"))
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
         for held in map(_held, _parameters(parameters)):
@@ -76,8 +79,11 @@ class Gradients(Platform):
             total = _norm_of_norms(list(norms.values()), norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
-                f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
-                "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless"
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
+                    "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
+                )
             )
         every: Any = [held for pieces in spread.values() for held in pieces]
         nn.utils.clip_grads_with_norm_(every, max_norm, total, foreach)  # it asks for nothing but ``grad``
@@ -101,7 +107,10 @@ def _parameters(parameters: Any) -> list[torch.Tensor]:
     wrong = [type(p).__name__ for p in unique.values() if not isinstance(p, torch.Tensor)]
     if wrong:
         raise TypeError(
-            f"clip_grad_norm_: expected a module, a tensor or an iterable of tensors, found {wrong[0]} in it"
+            coded(
+                "HP135",
+                f"clip_grad_norm_: expected a module, a tensor or an iterable of tensors, found {wrong[0]} in it",
+            )
         )
     return list(unique.values())
 
@@ -121,8 +130,11 @@ def _held(param: Any) -> _Held:
     layout = param._layout if grad is None else grad._layout
     if grad is not None and layout.is_partial():
         raise ValueError(
-            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
-            f"{layout}; a norm needs the values: call reduce_partial() on it first"
+            coded(
+                "HP135",
+                f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
+                f"{layout}; a norm needs the values: call reduce_partial() on it first",
+            )
         )
     ranks = layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
     return _Held(param, None if grad is None else grad._local, tuple(ranks) if len(ranks) > 1 else ())

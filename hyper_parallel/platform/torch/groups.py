@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform import platform as contract
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.torch import order
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
@@ -38,7 +40,10 @@ class Groups(Platform):
         ranks = self.get_process_group_ranks(group)
         if not isinstance(group_rank, int) or not 0 <= group_rank < len(ranks):
             raise ValueError(
-                f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}"
+                coded(
+                    "HP105",
+                    f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}",
+                )
             )
         return ranks[group_rank]
 
@@ -81,14 +86,20 @@ class Groups(Platform):
             if "environment variable" not in str(error):
                 raise
             raise ValueError(
-                f"init_process_group: {error}. Start the program with torchrun, or pass rank=, world_size= and "
-                "init_method= or store="
+                coded(
+                    "HP106",
+                    f"init_process_group: {error}. Start the program with torchrun, or pass rank=, world_size= and "
+                    "init_method= or store=",
+                )
             ) from error
         except BACKEND_ERRORS as error:
             raise CommunicationError(
-                f"init_process_group: rank {rank if rank >= 0 else '(from the environment)'} could not join the job of "
-                f"{world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank was started "
-                "and reaches the same address; timeout= says how long to wait."
+                coded(
+                    "HP110",
+                    f"init_process_group: rank {rank if rank >= 0 else '(from the environment)'} could not join the "
+                    f"job of {world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank "
+                    "was started and reaches the same address; timeout= says how long to wait.",
+                )
             ) from error
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -98,6 +109,7 @@ class Groups(Platform):
         if resolved is dist.group.WORLD:
             self._forget_groups()  # while they still work: a save in the background ends first
             end_lookout()
+            order.end_order()
             dist.destroy_process_group()
             self._generations.clear()
             self._epoch = 0
@@ -105,6 +117,7 @@ class Groups(Platform):
             return
         for key in [k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved]:
             del contract.EXISTING_COMM_GROUPS[key]
+        order.forget(resolved)
         dist.destroy_process_group(resolved)
 
     def split_group(
@@ -116,7 +129,9 @@ class Groups(Platform):
         group_desc: str | None = None,
     ) -> Any:
         if not split_ranks:
-            raise ValueError(f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}")
+            raise ValueError(
+                coded("HP105", f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}")
+            )
         lists = self._global_rank_lists(parent_pg, split_ranks)
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
         if own is None:
@@ -134,8 +149,11 @@ class Groups(Platform):
             wrong = [r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)]
             if not ranks or wrong or seen.intersection(ranks):
                 raise ValueError(
-                    f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, none "
-                    f"in two lists; got {[list(r) for r in split_ranks]}"
+                    coded(
+                        "HP105",
+                        f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, "
+                        f"none in two lists; got {[list(r) for r in split_ranks]}",
+                    )
                 )
             seen.update(ranks)
             lists.append(self._checked_ranks("split_group", [parent[r] for r in ranks]))
@@ -180,14 +198,18 @@ class Groups(Platform):
     def _default_backend(self) -> str:
         device = self.device_type()
         if device not in BACKEND_OF_DEVICE:
-            raise ValueError(f"init_process_group: no default backend for device {device!r}; pass backend=")
+            raise ValueError(
+                coded("HP106", f"init_process_group: no default backend for device {device!r}; pass backend=")
+            )
         return BACKEND_OF_DEVICE[device]
 
     def _group(self, call: str, group: Any) -> dist.ProcessGroup:
         """The process group meant by ``group``: None, a group or an object that has one; else an error."""
         if group is None:
             if not dist.is_initialized():
-                raise RuntimeError(f"{call}: there is no process group; call init_process_group() first")
+                raise RuntimeError(
+                    coded("HP103", f"{call}: there is no process group; call init_process_group() first")
+                )
             return distributed_c10d._get_default_group()
         if isinstance(group, dist.ProcessGroup):
             return group
@@ -198,10 +220,13 @@ class Groups(Platform):
         if callable(getattr(group, "get_group", None)):
             return self._group(call, group.get_group())
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{call}: rank {self.get_rank()} is not a member of that group")
+            raise ValueError(coded("HP104", f"{call}: rank {self.get_rank()} is not a member of that group"))
         raise TypeError(
-            f"{call}: expected a process group, an object with a group, or None for the default group, got "
-            f"{type(group).__name__} {group!r}"
+            coded(
+                "HP104",
+                f"{call}: expected a process group, an object with a group, or None for the default group, got "
+                f"{type(group).__name__} {group!r}",
+            )
         )
 
     def new_store(self, port: int = 0, *, is_master: bool, host: str = "127.0.0.1", timeout: float = 60.0) -> Any:
@@ -218,4 +243,4 @@ def _as_timedelta(timeout: Any) -> timedelta | None:
         return timeout
     if isinstance(timeout, (int, float)) and timeout > 0:
         return timedelta(seconds=timeout)
-    raise ValueError(f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}")
+    raise ValueError(coded("HP106", f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor, Platform
 
 _OPS_OF_TORCH = {"prod": "product"}
@@ -26,7 +27,7 @@ class Interop(Platform):
         from torch.distributed.device_mesh import DeviceMesh
 
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}")
+            raise TypeError(coded("HP228", f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}"))
         groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else ()
         return NativeMesh(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, tuple(groups))
 
@@ -44,7 +45,9 @@ class Interop(Platform):
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            raise TypeError(f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
+            raise TypeError(
+                coded("HP228", f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
+            )
         if tensor.is_leaf:
             with torch.no_grad():
                 local = tensor.to_local()
@@ -66,8 +69,11 @@ class Interop(Platform):
         device = parts.mesh.device_type
         if local.device.type not in (device, "meta"):
             raise ValueError(
-                f"to_native: the shard lies on {local.device}, but the mesh is one of {device}: torch would copy it; "
-                f"move the tensor with to({device!r}) first"
+                coded(
+                    "HP228",
+                    f"to_native: the shard lies on {local.device}, but the mesh is one of {device}: torch would copy "
+                    f"it; move the tensor with to({device!r}) first",
+                )
             )
         made = DTensor.from_local(
             local.detach() if local.is_leaf else local,
@@ -100,8 +106,11 @@ def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
             found.append(("partial", _OPS.get(placement.reduce_op, placement.reduce_op)))
         else:
             raise ValueError(
-                f"from_native: {placement!r} on axis {axis} has no counterpart here; redistribute the tensor to Shard, "
-                "Replicate or Partial first"
+                coded(
+                    "HP228",
+                    f"from_native: {placement!r} on axis {axis} has no counterpart here; redistribute the tensor to "
+                    "Shard, Replicate or Partial first",
+                )
             )
     return tuple(found)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Projection
 from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.tensors import Tensors
@@ -46,7 +47,9 @@ class Modules(Tensors):
     def update_parameter_by_name(self, cell: Any, result: tuple[Any, str, Any], new_param: Any) -> None:
         owner, name, old = result
         if name not in owner._parameters:
-            raise ValueError(f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+            raise ValueError(
+                coded("HP132", f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+            )
         if not isinstance(new_param, nn.Parameter):
             new_param = nn.Parameter(new_param, requires_grad=old.requires_grad)
         # Every place that shares the old parameter gets the new one, so that tied weights stay tied.
@@ -57,11 +60,16 @@ class Modules(Tensors):
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
-            raise ValueError(f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+            raise ValueError(
+                coded("HP132", f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+            )
         if layout.is_partial():
             raise ValueError(
-                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)"
+                coded(
+                    "HP132",
+                    f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
+                    f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
+                )
             )
         shape = tuple(param.shape)
         shard = self.clone(layout.part_of(param.detach()))
@@ -83,8 +91,11 @@ class Modules(Tensors):
         target = self._local(param)
         if target.is_meta:
             raise ValueError(
-                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot hold "
-                "data; call init_parameters(module, stage_index) first"
+                coded(
+                    "HP132",
+                    f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
+                    "hold data; call init_parameters(module, stage_index) first",
+                )
             )
         with torch.no_grad():
             target.copy_(self._fitting(param, data))
@@ -102,7 +113,7 @@ class Modules(Tensors):
             source = torch.as_tensor(data)
         if tuple(source.shape) not in fits:
             wanted = f"fits neither of {fits}" if len(fits) > 1 else f"does not fit {fits[0]}"
-            raise ValueError(f"load_into_param: data of shape {tuple(source.shape)} {wanted}")
+            raise ValueError(coded("HP132", f"load_into_param: data of shape {tuple(source.shape)} {wanted}"))
         if source.shape == self._local(param).shape:
             return source
         return param.layout.part_of(source)
@@ -183,7 +194,9 @@ class Modules(Tensors):
         state = cell.state_dict() if isinstance(cell, nn.Module) else dict(cell)
         wrong = sorted(name for name, value in state.items() if not self.is_tensor(value))
         if wrong:
-            raise ValueError(f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+            raise ValueError(
+                coded("HP134", f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+            )
         tensors = {name: self._local(value).detach() for name, value in state.items()}
         target = Path(file_path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
@@ -206,7 +219,9 @@ class Modules(Tensors):
         try:
             return load_file(file_path)
         except SafetensorError as error:
-            raise ValueError(f"load_checkpoint: {file_path} is not a whole safetensors file: {error}") from error
+            raise ValueError(
+                coded("HP134", f"load_checkpoint: {file_path} is not a whole safetensors file: {error}")
+            ) from error
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> None:
@@ -227,4 +242,6 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> No
 
 def _check_format(call: str, ckpt_format: str) -> None:
     if ckpt_format not in _FORMATS:
-        raise ValueError(f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}")
+        raise ValueError(
+            coded("HP134", f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}")
+        )

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch.selective import selective_contexts
 from hyper_parallel.platform.torch.swap import SwapToHost
@@ -61,7 +62,11 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
-            raise ValueError(f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}")
+            raise ValueError(
+                coded(
+                    "HP136", f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}"
+                )
+            )
         super().__init__()
         self.add_module(INNER, module)
         self.train(module.training)
@@ -144,7 +149,9 @@ class CheckpointWrapper(Wrapper):
     def __init__(self, module: nn.Module, checkpoint_fn: Callable[..., Any] | None = None, **options: Any) -> None:
         super().__init__(module)
         if checkpoint_fn is not None and not callable(checkpoint_fn):
-            raise ValueError(f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+            raise ValueError(
+                coded("HP136", f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+            )
         function = checkpoint_fn or torch_checkpoint.checkpoint
         self._is_torchs = function is torch_checkpoint.checkpoint
         if self._is_torchs:

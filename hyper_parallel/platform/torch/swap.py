@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from hyper_parallel.platform.error_codes import coded
+
 PREFETCH_DEPTH = 2
 
 
@@ -133,9 +135,12 @@ class Kept:
     def take(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs has been modified by an in-place "
-                f"operation: it is at version {self.tensor._version}, saved was version {self.version}. Clone it "
-                "before changing it, or change it after backward."
+                coded(
+                    "HP136",
+                    f"a tensor of shape {tuple(self.tensor.shape)} that backward needs has been modified by an "
+                    f"in-place operation: it is at version {self.tensor._version}, saved was version {self.version}. "
+                    "Clone it before changing it, or change it after backward.",
+                )
             )
         return self.tensor
 
@@ -156,7 +161,9 @@ class SwapToHost:
     ) -> None:
         if policy_fn is not None and not callable(policy_fn):
             raise ValueError(
-                f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                coded(
+                    "HP136", f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                )
             )
         self.swapped_tensors = 0
         self.swapped_bytes = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.shared_memory import SharedMemoryHandler, checked_shape
 from hyper_parallel.platform.torch.collectives import check_tensor
 
@@ -87,5 +88,7 @@ class _DeviceHandle:
 
 def _checked_device(call: str, device: torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
-        raise RuntimeError(f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda")
+        raise RuntimeError(
+            coded("HP137", f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda")
+        )
     return device

@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.torch.playback import ordered
 from hyper_parallel.platform.torch.swap import is_dense
 
@@ -213,9 +214,12 @@ class Tape:
     def refuse_reading(self, func: Any, tensor: torch.Tensor) -> None:
         if not tensor.is_meta and self._number(tensor) in self._deferred:
             raise RuntimeError(
-                f"init_on_device('meta'): {getattr(func, '__name__', func)} reads a tensor of shape "
-                f"{tuple(tensor.shape)}, but its random numbers are drawn in init_parameters. Compute it without "
-                "tensors (math, random), or before the context."
+                coded(
+                    "HP131",
+                    f"init_on_device('meta'): {getattr(func, '__name__', func)} reads a tensor of shape "
+                    f"{tuple(tensor.shape)}, but its random numbers are drawn in init_parameters. Compute it without "
+                    "tensors (math, random), or before the context.",
+                )
             )
 
     def close(self) -> None:
@@ -288,8 +292,11 @@ class Tape:
             out = leaves[position]
             if (out.dtype, out.shape) != (ref.dtype, ref.size):
                 raise RuntimeError(
-                    f"init_parameters: {op.func} gave {out.dtype} {tuple(out.shape)}, but {ref.dtype} "
-                    f"{tuple(ref.size)} when the module was built; a shape must not depend on random values"
+                    coded(
+                        "HP131",
+                        f"init_parameters: {op.func} gave {out.dtype} {tuple(out.shape)}, but {ref.dtype} "
+                        f"{tuple(ref.size)} when the module was built; a shape must not depend on random values",
+                    )
                 )
             if (out.stride(), out.storage_offset()) == (ref.stride, ref.offset):
                 memory[ref.storage] = out.untyped_storage()

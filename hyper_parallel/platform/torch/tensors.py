@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called, Platform
 from hyper_parallel.platform.torch import operators
 from hyper_parallel.platform.torch.deferred_init import deferred_copy
@@ -72,10 +73,13 @@ class Tensors(Platform):
     def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
         if not isinstance(split_size, int) or split_size < 1 or not 0 <= index < split_size:
             raise ValueError(
-                f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}"
+                coded(
+                    "HP139",
+                    f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
+                )
             )
         if not -data.dim() <= split_dim < data.dim():
-            raise ValueError(f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}")
+            raise ValueError(coded("HP139", f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}"))
         return data.narrow(split_dim, *chunk_span(data.shape[split_dim], split_size, index))
 
     def clone(self, tensor: Any) -> Any:
@@ -89,12 +93,15 @@ class Tensors(Platform):
     def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
         if not len(begin) == len(end) == len(stride) == x.dim():
             raise ValueError(
-                f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must have "
-                f"one entry for each dim of shape {tuple(x.shape)}"
+                coded(
+                    "HP139",
+                    f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
+                    f"have one entry for each dim of shape {tuple(x.shape)}",
+                )
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(f"construct_strided_slice: the stride of dim {dim} is 0")
+                raise ValueError(coded("HP139", f"construct_strided_slice: the stride of dim {dim} is 0"))
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
 
@@ -110,7 +117,9 @@ class Tensors(Platform):
         bare = str(name).rpartition(".")[2].lower() if isinstance(name, str) else None
         dtype: torch.dtype | None = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
         if dtype is None:
-            raise ValueError(f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+            raise ValueError(
+                coded("HP138", f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+            )
         return dtype
 
     def get_tensor_storage_size(self, tensor: Any) -> int:
@@ -203,7 +212,9 @@ class Tensors(Platform):
 
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
-            raise ValueError("set_tensor_requires_grad: the tensor was computed from others; detach() it first")
+            raise ValueError(
+                coded("HP139", "set_tensor_requires_grad: the tensor was computed from others; detach() it first")
+            )
         return input_tensor.requires_grad_()
 
     def no_grad(self) -> AbstractContextManager[Any]:

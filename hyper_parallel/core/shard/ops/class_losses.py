@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import OperatorError, check_explicit
 from hyper_parallel.core.shard.ops.stages import wide
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 LONG = platform.str_to_dtype("int64")
@@ -104,22 +105,37 @@ def _check(
     positions = _without(shape, dim)
     if not in_shares and tuple(target.shape) != positions:
         raise ValueError(
-            f"cross_entropy: expected a target of shape {positions}, or {shape} if it gives every class its share, for "
-            f"input of shape {shape}, got {tuple(target.shape)}"
+            coded(
+                "HP315",
+                f"cross_entropy: expected a target of shape {positions}, or {shape} if it gives every class its share, "
+                f"for input of shape {shape}, got {tuple(target.shape)}",
+            )
         )
     if weight is not None and tuple(weight.shape) != (classes,):
-        raise ValueError(f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}")
+        raise ValueError(
+            coded("HP315", f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}")
+        )
     if platform.is_floating_point(target) != in_shares:
         raise OperatorError(
-            f"cross_entropy: a target of shape {tuple(target.shape)} for input of shape {shape} gives "
-            f"{'every class its share, as floating point' if in_shares else 'classes, as integers'}; got {target.dtype}"
+            coded(
+                "HP315",
+                f"cross_entropy: a target of shape {tuple(target.shape)} for input of shape {shape} gives "
+                f"{'every class its share, as floating point' if in_shares else 'classes, as integers'}; got "
+                f"{target.dtype}",
+            )
         )
     if in_shares and ignore_index >= 0:
-        raise OperatorError("cross_entropy: ignore_index is for targets that are classes, not shares of all classes")
+        raise OperatorError(
+            coded("HP315", "cross_entropy: ignore_index is for targets that are classes, not shares of all classes")
+        )
     if not in_shares and weight is not None and platform.is_recorded(weight.to_local()):
-        raise OperatorError("cross_entropy: it gives no gradient for weight, which requires one; weight.detach()")
+        raise OperatorError(
+            coded("HP315", "cross_entropy: it gives no gradient for weight, which requires one; weight.detach()")
+        )
     if not 0 <= label_smoothing <= 1:
-        raise OperatorError(f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}")
+        raise OperatorError(
+            coded("HP315", f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}")
+        )
 
 
 def _in_one_piece(input: DTensor) -> DTensor:
@@ -128,8 +144,11 @@ def _in_one_piece(input: DTensor) -> DTensor:
         return input
     if MODES.loss_parallel:
         raise OperatorError(
-            f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by section; "
-            "redistribute() them so that the classes of a rank follow each other"
+            coded(
+                "HP315",
+                f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by "
+                "section; redistribute() them so that the classes of a rank follow each other",
+            )
         )
     return input.redistribute(None, input.layout.unfused())
 
@@ -270,7 +289,11 @@ def _functions() -> dict[str, Any]:
         @staticmethod
         def backward(*_: Any) -> Any:
             raise OperatorError(
-                "cross_entropy: scores with cut classes have no second derivative; redistribute() them to whole classes"
+                coded(
+                    "HP315",
+                    "cross_entropy: scores with cut classes have no second derivative; redistribute() them to whole "
+                    "classes",
+                )
             )
 
     return {"losses": Losses}

@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.arguments import OperatorError, refuse_copy
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -138,8 +139,11 @@ def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         lists = [value for value in args if _is_list(value) and value]
         layouts = [str(line[differing]._layout) for line in lists]
         raise OperatorError(
-            f"{name}: tensor {differing} of each list must lie alike, without a pending reduction; they lie as "
-            f"{', '.join(layouts)}. Redistribute the gradient, or construct the optimizer with fused=False"
+            coded(
+                "HP316",
+                f"{name}: tensor {differing} of each list must lie alike, without a pending reduction; they lie as "
+                f"{', '.join(layouts)}. Redistribute the gradient, or construct the optimizer with fused=False",
+            )
         )
     _refuse_copies(name, args[0])
     _on_shards(func, args, kwargs)
@@ -158,7 +162,9 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:  #
     """On the shards; what is not finite on one rank counts on all of them, so that all skip the step."""
     gradients, found, scale = args
     if _differing([gradients]) is not None:
-        raise OperatorError("unscaling gradients: a reduction is pending on some of them; reduce_partial() first")
+        raise OperatorError(
+            coded("HP316", "unscaling gradients: a reduction is pending on some of them; reduce_partial() first")
+        )
     func(_shards(gradients), found._local, scale._local)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
         group = platform.create_group(list(mesh.rank_list))

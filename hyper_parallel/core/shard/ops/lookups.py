@@ -17,6 +17,7 @@ from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule, lookup
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -62,9 +63,13 @@ def read_by(text: str, table: Any) -> Rule:
 
 def _embedding(max_norm: Any, scale_grad_by_freq: bool, sparse: bool, **_: Any) -> Any:
     if max_norm is not None:
-        raise OperatorError("embedding: max_norm changes the weight while it is read; not for distributed tensors")
+        raise OperatorError(
+            coded("HP312", "embedding: max_norm changes the weight while it is read; not for distributed tensors")
+        )
     if sparse:
-        raise OperatorError("embedding: sparse gradients are not for distributed tensors; use sparse=False")
+        raise OperatorError(
+            coded("HP312", "embedding: sparse gradients are not for distributed tensors; use sparse=False")
+        )
     if scale_grad_by_freq:
         return None  # it counts the indices of the whole batch
     return lookup("..., v@ d -> ... d")

@@ -20,6 +20,7 @@ from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import elementwise, extreme_in_stages, is_cut, reduced_dims, wide
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 call = platform.operator
@@ -284,7 +285,9 @@ def _cross_entropy_of_cut_classes(
 ) -> Any:
     reduction = _asked(**more)
     if reduction not in REDUCTIONS:
-        raise ValueError(f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        raise ValueError(
+            coded("HP315", f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        )
     found, weights = losses_of_cut_classes(input, target, weight, ignore_index, label_smoothing)
     if reduction == "mean" and not _are_shares(input, target):
         with platform.no_grad():

@@ -8,6 +8,7 @@ operator("mean", "input, dim=None, keepdim=False", mean_rule, local=mean_of_shar
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ class Operator:
     ``ready``: ``ready(here, **arguments)`` gives, once for a plan, a function that does what ``local`` does when it is
     called in place of the operator, with the shards among the arguments as they came; or None.
     ``zeros``: plain zeros among the arguments are taken: torch's modules begin with them.
+    ``family``: the module that put it into the table.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Operator:
     view: bool = False
     zeros: bool = False
     ready: Callable[..., Callable[..., Any] | None] | None = None
+    family: str = ""
 
     def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the defaults of those that were not given."""
@@ -94,8 +97,10 @@ def operator(
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
+    family = sys._getframe(1).f_globals.get("__name__", "")
+    ways = rule, local, handler, direct, view, zeros, ready
     for name in names.split():
-        OPERATORS[name] = Operator(name, positional, defaults, rest, rule, local, handler, direct, view, zeros, ready)
+        OPERATORS[name] = Operator(name, positional, defaults, rest, *ways, family)
     for told in ON_CHANGE:
         told()
 

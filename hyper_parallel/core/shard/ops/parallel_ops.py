@@ -17,6 +17,7 @@ from hyper_parallel.core.shard.local_call import run_between
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 
@@ -50,7 +51,9 @@ class DistributedOp:
         ``layouts``: for each positional argument its layout, None for what is no distributed tensor; ``extra_args``:
         the arguments that are no distributed tensors.
         """
-        raise NotImplementedError(f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()")
+        raise NotImplementedError(
+            coded("HP318", f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()")
+        )
 
     def get_expand_impl(self, func: Any, output_layout: Any, layouts: Any, extra_args: Any = None) -> Any:  # noqa: ARG002
         """What to call on the shards instead of ``func``; None to call it."""

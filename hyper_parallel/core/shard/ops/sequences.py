@@ -17,6 +17,7 @@ from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import nothing
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 call = platform.operator
@@ -87,7 +88,9 @@ def _embedding_bag(
     **_: Any,
 ) -> Any:
     if max_norm is not None or sparse:
-        raise OperatorError("embedding_bag: neither max_norm nor sparse gradients are for distributed tensors")
+        raise OperatorError(
+            coded("HP312", "embedding_bag: neither max_norm nor sparse gradients are for distributed tensors")
+        )
     if scale_grad_by_freq or 0 in input.shape:
         return None
     # A bag that is one of many in a row is not counted here: its mean needs all rows.

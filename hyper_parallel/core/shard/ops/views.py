@@ -20,6 +20,7 @@ from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
 
 platform = get_platform()
@@ -350,8 +351,11 @@ def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
 
 def _in_one_memory(func: Any, *_: Any) -> None:
     raise OperatorError(
-        f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a distributed "
-        "tensor lie in many; use reshape, permute, expand, unfold or an index"
+        coded(
+            "HP311",
+            f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a "
+            "distributed tensor lie in many; use reshape, permute, expand, unfold or an index",
+        )
     )
 
 

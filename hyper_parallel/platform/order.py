@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the ranks of a group issue the same collectives in the same order, and what each issued where they part.
+
+HYPER_PARALLEL_CHECK_ORDER=first:100 torchrun ...
+
+CommunicationError: rank 0: the ranks part at collective 3 of axis 'tp', ranks [0, 1]: rank 0 issued
+all_reduce(sum, float32, (4,)) at train.py:31; rank 1 issued barrier() at train.py:35. ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.platform.axes import axis_of
+from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.errors import CommunicationError
+
+HYPER_PARALLEL_CHECK_ORDER = "HYPER_PARALLEL_CHECK_ORDER"
+
+# More collectives than any program issues.
+ALL = 1 << 62
+
+
+def first_compared(asked: str) -> int:
+    """How many collectives of each group are compared, as the environment asks."""
+    if asked in ("", "0"):
+        return 0
+    if asked == "1":
+        return ALL
+    word, _, count = asked.partition(":")
+    if word != "first" or not count.isdecimal():
+        raise ValueError(
+            coded("HP116", f"{HYPER_PARALLEL_CHECK_ORDER} must be 0, 1 or first:N as in first:100, got {asked!r}")
+        )
+    return int(count)
+
+
+def parted(rank: int, number: int, ranks: Sequence[int], issued: Mapping[int, str]) -> CommunicationError:
+    """The error of a rank whose group parts at its collective of that number; ``issued``: what is known of each."""
+    axis = axis_of(ranks)
+    told = "; ".join(f"rank {r} {f'issued {issued[r]}' if r in issued else 'has not said'}" for r in ranks)
+    return CommunicationError(
+        coded(
+            "HP115",
+            f"rank {rank}: the ranks part at collective {number} of {_place(ranks, axis)}: {told}. Every rank of a "
+            "group must issue the same collectives in the same order: look for a branch that not all ranks take.",
+        ),
+        collective=issued.get(rank, "").partition("(")[0],
+        ranks=tuple(ranks),
+        missing=tuple(r for r in ranks if r not in issued),
+        number=number,
+        axis=axis,
+    )
+
+
+def in_a_circle(rank: int, circle: Sequence[tuple[int, Mapping[str, Any]]]) -> CommunicationError:
+    """The error of ranks that wait for each other; of each: number, what was ``issued``, the group's ranks and axis."""
+    told = "; ".join(
+        f"rank {r} waits in collective {one['number']} of {_place(one['ranks'], one['axis'])}, {one['issued']}"
+        for r, one in circle
+    )
+    own = dict(circle).get(rank) or circle[0][1]
+    return CommunicationError(
+        coded(
+            "HP119",
+            f"rank {rank}: the ranks wait for each other: {told}. Each waits for the next and the last for the first: "
+            "all ranks must issue the collectives of different groups in one order.",
+        ),
+        collective=own["issued"].partition("(")[0],
+        ranks=tuple(own["ranks"]),
+        missing=(),
+        number=own["number"],
+        axis=own["axis"],
+    )
+
+
+def _place(ranks: Sequence[int], axis: str) -> str:
+    return f"axis {axis!r}, ranks {list(ranks)}" if axis else f"ranks {list(ranks)}"

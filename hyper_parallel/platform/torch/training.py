@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of training on torch: optimizers by name, backward, clipping, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.platform import Platform
+
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+class Training(Platform):
+    """The part of the contract that is about training as a whole."""
+
+    def prepare_module(self, module: Any, dtype: str) -> Any:
+        return module.to(self.device(), self.str_to_dtype(dtype))
+
+    def new_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        return _OPTIMIZERS[kind]([dict(group) for group in groups], **options)
+
+    def set_learning_rate(self, optimizer: Any, rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    def training_step(
+        self, module: Any, optimizer: Any, loss_of: Callable[[], Any], max_norm: float | None
+    ) -> tuple[float, float]:
+        loss = loss_of()
+        loss.backward()
+        norm = self.clip_grad_norm_(module.parameters(), float("inf") if max_norm is None else max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item(), norm.item()
+
+    def _device_memory(self) -> int:
+        """Untested on hardware: the peak that torch's allocator has seen."""
+        return int(torch.accelerator.max_memory_allocated())
