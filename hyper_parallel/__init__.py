@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SequenceParallel,
         parallelize_module,
     )
+    from hyper_parallel.verification import verify
 
 __version__ = "0.1.0"
 
@@ -44,13 +45,17 @@ __all__ = [
     "get_platform",
     "init_device_mesh",
     "parallelize_module",
+    "verify",
 ]
 
 # Tensors of the framework: asking for them chooses the framework and imports it.
 _OF_THE_FRAMEWORK = {
-    **dict.fromkeys(("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"), "dtensor.dtensor"),
-    **dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "tensor_parallel.style"),
-    "parallelize_module": "tensor_parallel.api",
+    **dict.fromkeys(
+        ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"), "core.dtensor.dtensor"
+    ),
+    **dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "core.tensor_parallel.style"),
+    "parallelize_module": "core.tensor_parallel.api",
+    "verify": "verification.api",
 }
 
 
@@ -67,5 +72,5 @@ def __getattr__(name: str) -> Any:
     if name in _OF_THE_FRAMEWORK:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.core.{_OF_THE_FRAMEWORK[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

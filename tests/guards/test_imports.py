@@ -25,6 +25,7 @@ LAYERS = [
         "hyper_parallel.collectives",
     ],
     ["hyper_parallel.testing"],
+    ["hyper_parallel.recipe", "hyper_parallel.verification"],
     ["hyper_parallel.cli"],
 ]
 UNLAYERED = {"hyper_parallel", "hyper_parallel.core"}  # they only name what the layers hold

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of training, forward and backward, with all that can be compared afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hyper_parallel.platform import get_platform
+from hyper_parallel.verification.trace import Trace, Value
+
+platform = get_platform()
+
+
+class Task(NamedTuple):
+    """A model, what goes into its loss besides it, and the loss: ``loss(model, *batch)``, one number."""
+
+    model: Any
+    batch: Sequence[Any]
+    loss: Callable[..., Any]
+
+
+@dataclass
+class Step:
+    """What a step made, as far as it got."""
+
+    trace: Trace
+    parameters: dict[str, Value] = field(default_factory=dict)  # before the step
+    buffers: dict[str, Value] = field(default_factory=dict)  # after it
+    gradients: dict[str, Value] = field(default_factory=dict)  # those that are not None
+    loss: Value | None = None
+    random: bytes = b""  # the state of the generator after forward
+    drew: bool = False  # whether forward drew random numbers
+    error: Exception | None = None
+
+
+def run(task: Task, seed: int) -> Step:
+    """One step, in which everything is drawn from one seed."""
+    step = Step(Trace(task.model))
+    step.parameters = {name: Value.of(one) for name, one in platform.parameters_dict(task.model).items()}
+    seed_all(seed)
+    try:
+        gradients = _gradients(task.model, lambda: _forward(task, step))
+    except Exception as error:  # noqa: BLE001 - whatever the model raises is what was found
+        step.error = error
+        return step
+    step.gradients = {name: Value.of(one) for name, one in gradients.items() if one is not None}
+    step.buffers = {name: Value.of(one) for name, one in buffers_of(task.model)}
+    return step
+
+
+def _forward(task: Task, step: Step) -> Any:
+    before = _random_state()
+    with step.trace:
+        loss = task.loss(task.model, *task.batch)
+    if not platform.is_tensor(loss) or tuple(loss.shape) not in ((), (1,)):
+        told = f"shape {tuple(loss.shape)}" if platform.is_tensor(loss) else type(loss).__name__
+        raise TypeError(f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)")
+    step.random = _random_state()
+    step.drew = step.random != before
+    step.loss = Value.of(loss)
+    return loss
+
+
+def _gradients(model: Any, loss_of: Callable[[], Any]) -> dict[str, Any]:
+    """The gradients of a loss by the names of the parameters."""
+    parameters = platform.parameters_dict(model)
+    if hasattr(platform.Tensor, "backward"):
+        loss_of().backward()
+        return {name: one.grad for name, one in parameters.items()}
+    trained = {name: one for name, one in parameters.items() if platform.requires_grad(one)}
+    kept = _Kept(list(trained.values()))
+    platform.training_step(model, kept, loss_of, None)
+    return dict(zip(trained, kept.gradients, strict=True))
+
+
+class _Kept:
+    """In the place of an optimizer: keeps the gradients and changes nothing."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self.parameters = parameters
+        self.gradients: Sequence[Any] = ()
+
+    def __call__(self, gradients: Sequence[Any]) -> None:
+        self.gradients = gradients
+
+
+def buffers_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a model that are no parameters, by dotted names."""
+    parameters = {id(one) for one in platform.parameters_dict(model).values()}
+    for path, module in platform.get_cells_and_names(model):
+        for name, tensor in platform.own_tensors(module):
+            if id(tensor) not in parameters:
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def seed_all(seed: int) -> None:
+    """Seeds all that a model or a loss may draw from."""
+    platform.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """A context after which all generators go on as if nothing had been drawn."""
+    states, own, numpys = platform.get_rng_states(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        platform.set_rng_states(states)
+        random.setstate(own)
+        np.random.set_state(numpys)
+
+
+def _random_state() -> bytes:
+    state: bytes = platform.tensor_to_numpy(platform.get_rng_state()).tobytes()
+    return state
