@@ -55,9 +55,11 @@ format: $(STAMP)  ## formats and fixes what can be fixed
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: $(DOCS_STAMP)  ## generates the tables and builds the pages into site/
+docs: $(DOCS_STAMP)  ## generates tables, pictures and the reference, and builds the pages into site/
 	$(BIN)/python tools/platform_table.py
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 operators: $(STAMP)  ## sweeps over all operators of torch and writes docs/operators.md: half an hour
 	rm -rf build/operators
