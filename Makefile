@@ -31,7 +31,7 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it and goes on, and compares: about three minutes
-	$(BIN)/python examples/llama/demo.py
+	$(BIN)/python examples/demo.py
 
 tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py

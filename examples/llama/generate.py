@@ -24,9 +24,10 @@ def generate(model: Llama, prompt: str, length: int, temperature: float = 0.7, s
 
 
 def load(folder: Path) -> Llama:
-    """The model of a checkpoint, on the CPU of this process, however it was trained."""
-    options = read_objects(folder)["options"]
-    model = Llama(Config(**{name: options[name] for name in Config.__dataclass_fields__}))
+    """The model of a checkpoint, on the CPU of this process, however it was trained: by hand or from a recipe."""
+    objects = read_objects(folder)
+    options = objects["run"]["recipe"]["model"]["arguments"] if "run" in objects else objects["options"]
+    model = Llama(Config(**{name: options[name] for name in Config.__dataclass_fields__ if name in options}))
     distributed_checkpoint.load({"model": model}, checkpoint_id=folder)
     return model
 

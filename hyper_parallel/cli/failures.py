@@ -15,6 +15,8 @@ from typing import Annotated, ParamSpec
 
 import typer
 
+from hyper_parallel.platform.error_codes import coded
+
 WRONG = 1
 BAD_INPUT = 2
 
@@ -24,6 +26,10 @@ Debug = Annotated[bool, typer.Option("--debug", help="Tell errors with their tra
 
 class BadInputError(Exception):
     """What was asked cannot be done."""
+
+    def __init__(self, message: str, code: str | None = "HP720") -> None:
+        """``code``: None where the message has one."""
+        super().__init__(message if code is None else coded(code, message))
 
 
 def told(command: Callable[P, None]) -> Callable[P, None]:

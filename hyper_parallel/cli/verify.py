@@ -89,7 +89,7 @@ def _report(path: Path, overrides: list[str], step: int, tolerance: float | None
         except RankError as error:
             raise error.__cause__ or error from None
     except RecipeError as error:
-        raise BadInputError(str(error)) from error
+        raise BadInputError(str(error), code=None) from error
 
 
 def on_rank(axes: dict[str, int], arguments: tuple[str, list[str], int, float | None]) -> Any:

@@ -36,6 +36,7 @@ from hyper_parallel.core.tensor_parallel.style import (
     SequenceParallel,
 )
 from hyper_parallel.platform import PlatformType, get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe import huggingface
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
@@ -73,8 +74,11 @@ class Job:
         logits = getattr(output, "logits", output)
         if self.mesh is not None and not isinstance(logits, DTensor):
             raise TypeError(
-                f"the model's output on {self.mesh} is a plain {type(logits).__name__}, of which nobody knows how it "
-                "lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()"
+                coded(
+                    "HP704",
+                    f"the model's output on {self.mesh} is a plain {type(logits).__name__}, of which nobody knows how "
+                    "it lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()",
+                )
             )
         if platform.get_element_size(logits) < 4:
             logits = platform.tensor_type_cast(logits, "float32")

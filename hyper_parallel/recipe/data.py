@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.platform.error_codes import coded
+
 LENGTH = 2_000_000  # bytes of Python's own text
 
 Rows = NDArray[np.int64]
@@ -34,14 +36,19 @@ class Corpus:
     ) -> None:
         """``length``: of a sequence. ``part`` of ``parts``: which rows of each batch are this process's."""
         if batch % parts:
-            raise ValueError(f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks")
+            raise ValueError(
+                coded("HP705", f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks")
+            )
         count = len(tokens) - int(np.ceil(len(tokens) * held_out))
         self._training, self._held_out = tokens[:count], tokens[count:]
         for name, found in (("training", self._training), ("held-out", self._held_out)):
             if len(found) <= length and (held_out or name == "training"):
                 raise ValueError(
-                    f"a sequence has {length} tokens, but the {name} part of the text has {len(found)}; take more "
-                    "text, or shorter sequences"
+                    coded(
+                        "HP705",
+                        f"a sequence has {length} tokens, but the {name} part of the text has {len(found)}; take more "
+                        "text, or shorter sequences",
+                    )
                 )
         self.digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         self._batch, self._length, self._seed = batch, length, seed

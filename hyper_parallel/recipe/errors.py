@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hyper_parallel.platform.error_codes import coded
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -26,7 +28,17 @@ class RecipeError(ValueError):
     def __init__(self, path: str | Path, problems: Sequence[Problem]) -> None:
         self.path, self.problems = Path(path), tuple(problems)
         count = "one problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{path}: {count}", *(f"  {problem}" for problem in self.problems)]))
+        super().__init__("\n".join([self._headline(count), *(f"  {problem}" for problem in self.problems)]))
+
+    def _headline(self, count: str) -> str:
+        return coded("HP701", f"{self.path}: {count}")
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[Path, tuple[Problem, ...]]]:
-        return RecipeError, (self.path, self.problems)
+        return type(self), (self.path, self.problems)
+
+
+class ResumeError(RecipeError):
+    """A checkpoint that a recipe cannot go on from."""
+
+    def _headline(self, count: str) -> str:
+        return coded("HP702", f"{self.path}: --resume: {count}")

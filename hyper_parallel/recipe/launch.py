@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED, FINISHED, JOB, STOPPED
 from hyper_parallel.recipe.schema import Recipe
 
@@ -51,9 +52,9 @@ class JobError(Exception):
 def told(failures: Sequence[Failure], *, all_of_it: bool = False) -> list[str]:
     """The first failure whole, the others in a line each, or all of them whole."""
     first, *others = failures
-    lines = [f"rank {first.rank} failed:", first.traceback.rstrip() or first.headline]
+    lines = [coded("HP706", f"rank {first.rank} failed:"), first.traceback.rstrip() or first.headline]
     for other in others:
-        headline = other.headline if len(other.headline) <= 160 else f"{other.headline[:157]}..."
+        headline = other.headline if len(other.headline) <= 240 else f"{other.headline[:237]}..."
         lines += [f"rank {other.rank}: {headline.splitlines()[0]}"]
         lines += [other.traceback.rstrip()] if all_of_it and other.traceback else []
     return [*lines, f"what the ranks wrote is in {first.log.parent}"]

@@ -32,8 +32,9 @@ from hyper_parallel.core.distributed_checkpoint import (
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import Job, build
-from hyper_parallel.recipe.errors import Problem, RecipeError
+from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.reporting import Reporter
 from hyper_parallel.recipe.schema import Optimizer, Recipe
 
@@ -107,8 +108,11 @@ def _steps(
         step += 1
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss of step {step} is {loss}; a smaller optimizer.lr, a longer schedule.warmup, optimizer.clip "
-                "or precision: float32 may help"
+                coded(
+                    "HP703",
+                    f"the loss of step {step} is {loss}; a smaller optimizer.lr, a longer schedule.warmup, "
+                    "optimizer.clip or precision: float32 may help",
+                )
             )
         facts = {"step": step, "loss": loss, "rate": rate, "norm": norm}
         facts["tokens_per_second"] = tokens / (time.perf_counter() - began)
@@ -193,17 +197,17 @@ def _origin(recipe: Recipe, resume: str | Path | None) -> Path | None:
         there = CheckpointManager(recipe.folder).latest() if recipe.folder is not None else None
         if there is not None:
             told = f"{recipe.folder} has a checkpoint, {there.name}; go on with --resume auto, or take another folder"
-            raise RecipeError(recipe.path, [Problem("folder", told)])
+            raise ResumeError(recipe.path, [Problem("folder", told)])
         return None
     if str(resume) == "auto":
         if recipe.folder is None:
             told = "--resume auto looks for checkpoints in folder:, which is not there"
-            raise RecipeError(recipe.path, [Problem("folder", told)])
+            raise ResumeError(recipe.path, [Problem("folder", told)])
         return CheckpointManager(recipe.folder).latest()
     folder = Path(resume)
     found = folder if (folder / "checkpoint.json").is_file() else CheckpointManager(folder).latest()
     if found is None:
-        raise RecipeError(recipe.path, [Problem("--resume", f"there is no whole checkpoint in {folder}")])
+        raise ResumeError(recipe.path, [Problem("--resume", f"there is no whole checkpoint in {folder}")])
     return found
 
 
@@ -214,19 +218,19 @@ def _resumed(recipe: Recipe, job: Job, origin: Path, state: dict[str, Any]) -> t
         step, run = objects["checkpoint"]["step"], objects["run"]
     except KeyError:
         told = f"{origin} is no checkpoint of a recipe; model.start begins with the weights of any checkpoint"
-        raise RecipeError(recipe.path, [Problem("--resume", told)]) from None
+        raise ResumeError(recipe.path, [Problem("--resume", told)]) from None
     if run["corpus"] != job.corpus.digest:
         told = f"the text is not the one that {origin} was trained on, so that the batches would be others"
-        raise RecipeError(recipe.path, [Problem("data", told)])
+        raise ResumeError(recipe.path, [Problem("data", told)])
     if step >= recipe.steps:
         told = f"{origin} has done {step} steps already; say more, such as steps={2 * step}"
-        raise RecipeError(recipe.path, [Problem("steps", told)])
+        raise ResumeError(recipe.path, [Problem("steps", told)])
     # Generators are those of one framework.
     randomness = {"random": RandomState()} if run["recipe"]["framework"] == recipe.framework else {}
     try:
         load({**state, **randomness}, checkpoint_id=origin)
     except CheckpointError as error:
-        raise RecipeError(recipe.path, [Problem("--resume", f"{origin} does not fit: {error}")]) from error
+        raise ResumeError(recipe.path, [Problem("--resume", f"{origin} does not fit: {error}")]) from error
     before, now = _resolved(run["recipe"]), _resolved(recipe.values())
     changes = [change for key in _DECIDES_LOSSES for change in _changes(key, before.get(key), now[key])]
     return step, changes

@@ -19,6 +19,7 @@ from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.tensor_parallel import ParallelStyle, parallelize_module, replicate
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.caller import users_line
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.testing import run_ranks
 from hyper_parallel.testing.job import Target
 from hyper_parallel.verification.judge import judge
@@ -74,8 +75,11 @@ def compare(
         if truth.error is not None:
             module = truth.trace.running[-1][0] if truth.trace.running else ""
             raise RuntimeError(
-                f"verify: the plain model, on one process, raised {type(truth.error).__name__} in "
-                f"{repr(module) if module else 'its own code'}: {truth.error}"
+                coded(
+                    "HP712",
+                    f"verify: the plain model, on one process, raised {type(truth.error).__name__} in "
+                    f"{repr(module) if module else 'its own code'}: {truth.error}",
+                )
             ) from truth.error
         seed_all(seed)
         task = parallel()
@@ -108,7 +112,7 @@ def axes_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
     except ValueError:
         axes = {}
     if not axes or len(axes) != len(pairs) or any(not name or size < 1 for name, size in axes.items()):
-        raise ValueError(f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}")
+        raise ValueError(coded("HP710", f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}"))
     return axes
 
 
@@ -119,7 +123,7 @@ def joined(count: int) -> bool:
         platform.init_process_group()
     size = platform.get_world_size()
     if size not in (1, count):
-        raise ValueError(f"verify: the mesh has {count} ranks, but the job that runs has {size}")
+        raise ValueError(coded("HP710", f"verify: the mesh has {count} ranks, but the job that runs has {size}"))
     return size > 1
 
 
@@ -151,8 +155,11 @@ def _sent(argument: Any) -> Any:
         return Target(argument.__module__, str(Path(inspect.getfile(argument)).resolve()), argument.__qualname__)
     except (OSError, TypeError, ValueError) as error:  # what was typed in is in no file
         raise ValueError(
-            f"verify: {argument.__qualname__} must stand at module level in a file, so that the ranks can import it; "
-            "or call verify() on every rank of a job"
+            coded(
+                "HP711",
+                f"verify: {argument.__qualname__} must stand at module level in a file, so that the ranks can import "
+                "it; or call verify() on every rank of a job",
+            )
         ) from error
 
 
@@ -207,8 +214,11 @@ def _put(model: Any, plan: Plan, mesh: DeviceMesh, data: str | None, batch_dim: 
     others = [name for name in mesh.mesh_dim_names or () if name != data]
     if len(others) > 1 or (mesh.ndim > 1 and not mesh.mesh_dim_names):
         raise ValueError(
-            f"verify: styles put a model on one axis, and {mesh} has {mesh.ndim}; name the one that cuts the batch "
-            "(data_axis=), or give a function plan(model, mesh)"
+            coded(
+                "HP710",
+                f"verify: styles put a model on one axis, and {mesh} has {mesh.ndim}; name the one that cuts the batch "
+                "(data_axis=), or give a function plan(model, mesh)",
+            )
         )
     if plan is not None and (others or mesh.mesh_dim_names is None):
         parallelize_module(model, mesh[others[0]] if others else mesh, plan)
@@ -224,8 +234,11 @@ def _part(batch: tuple[Any, ...], mesh: DeviceMesh, data: str, dim: int) -> tupl
             return x
         if x.shape[dim] % ranks:
             raise ValueError(
-                f"verify: a batch of {x.shape[dim]} (dim {dim} of a tensor of shape {tuple(x.shape)}) cannot be shared "
-                f"evenly by the {ranks} ranks of axis {data!r}"
+                coded(
+                    "HP711",
+                    f"verify: a batch of {x.shape[dim]} (dim {dim} of a tensor of shape {tuple(x.shape)}) cannot be "
+                    f"shared evenly by the {ranks} ranks of axis {data!r}",
+                )
             )
         return platform.chunk(x, dim, ranks, place)
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hyper_parallel.platform.error_codes import coded
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -101,7 +103,7 @@ class Report:
     def check(self) -> Report:
         """The report itself; an AssertionError with its text where the two steps part."""
         if not self.ok:
-            raise AssertionError(str(self))
+            raise AssertionError(coded("HP713", f"verify: the steps part\n{self}"))
         return self
 
     def table(self) -> str:

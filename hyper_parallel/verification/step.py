@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.verification.trace import Trace, Value
 
 platform = get_platform()
@@ -60,7 +61,9 @@ def _forward(task: Task, step: Step) -> Any:
         loss = task.loss(task.model, *task.batch)
     if not platform.is_tensor(loss) or tuple(loss.shape) not in ((), (1,)):
         told = f"shape {tuple(loss.shape)}" if platform.is_tensor(loss) else type(loss).__name__
-        raise TypeError(f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)")
+        raise TypeError(
+            coded("HP711", f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)")
+        )
     step.random = _random_state()
     step.drew = step.random != before
     step.loss = Value.of(loss)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example trains on meshes as one process does: losses, parameters, collectives, checkpoints, and the demo."""
+"""The example trains on meshes as one process does: losses, parameters, collectives and checkpoints."""
 
 import itertools
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
+import demo
 import pytest
 import torch
 from thorough import THOROUGH
 
 import data
-import demo
 import model as example
 import plan
 import train
@@ -179,7 +178,12 @@ def test_a_step_costs_what_megatrons_costs(tmp_path, sequence):
     expected["tp", "forward", "all-gather"] += 1  # the loss: of all ranks the largest logit, the sum and the target's
     assert found == expected
     options = options_of(tmp_path, "")
-    theirs = demo.megatron(vars(options), example.Llama(train.config_of(options)), bool(sequence))
+    recipe = {
+        "precision": options.dtype,
+        "data": {"batch": options.batch, "length": options.context},
+        "plan": {"arguments": {"sequence_parallel": bool(sequence)}},
+    }
+    theirs = demo.megatron(recipe, example.Llama(train.config_of(options)))
     assert sum(found.values()) <= sum(count for count, _ in theirs.values())
 
 
@@ -236,45 +240,6 @@ def test_ranks_share_the_rows_of_one_batch():
 def test_the_model_knows_nothing_of_parallelism():
     text = (EXAMPLE / "model.py").read_text()
     assert not re.search(r"parallel|distribut|mesh|shard|dtensor|\branks?\b|collective", text, re.IGNORECASE)
-
-
-# --- the scripts as people start them
-
-
-def train_as_the_script(arguments):
-    options = train.read_options(arguments)
-    shape = tuple(int(ranks) for ranks in options.mesh.split("x"))
-    train.train(options, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
-
-
-def test_the_demo_and_the_command_that_it_prints(tmp_path, monkeypatch, capfd):
-    """One process and the four that are killed are started by the script; the ranks that are there do the others."""
-    start, after = demo.run, len(demo.TORCHRUN) + 1
-
-    def run(arguments):
-        if arguments[: after - 1] != demo.TORCHRUN:
-            return start(arguments)
-        assert arguments[after - 1] == str(demo.TRAIN)
-        return run_ranks(train_as_the_script, demo.DP * demo.TP, arguments[after:], timeout=300)
-
-    sizes = [*SMALL.removesuffix("float64").split(), "float32"]
-    monkeypatch.setattr(demo, "run", run)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "6", "--out", str(tmp_path), *sizes])
-    demo.main()
-    out = capfd.readouterr().out
-    one, many = (demo.read_losses(tmp_path / name) for name in ("one", "mesh"))
-    assert list(one) == list(range(1, 7))
-    assert many == pytest.approx(one, rel=1e-6)
-    for step, loss in one.items():
-        assert re.search(rf"\b{step} .* {loss:.7f} .* {many[step]:.7f} ", out), out
-    assert re.search(r"tp .* forward .* all-reduce .* 5 .* 8 ", out), out
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    [further] = re.findall(r"/python \S+train\.py (.*)", out)
-    options = train.read_options(further.split())
-    assert options.steps == 12
-    assert train.config_of(options).dim == 32
-    train.train(options)
-    assert list(demo.read_losses(tmp_path / "mesh")) == list(range(1, 13))
 
 
 def test_a_mesh_needs_processes(tmp_path):

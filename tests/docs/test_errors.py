@@ -27,6 +27,7 @@ from hyper_parallel import (
 from hyper_parallel.cli.checkpoints import application
 from hyper_parallel.cli.explain import explain
 from hyper_parallel.cli.explanations import explanations, families
+from hyper_parallel.cli.verify import _mesh_keys
 from hyper_parallel.core.distributed_checkpoint import FileSystemReader, load, save
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.shard.notation import parse
@@ -34,10 +35,13 @@ from hyper_parallel.platform.error_codes import code_of, coded, without_code
 from hyper_parallel.platform.errors import CommunicationError, unfinished
 from hyper_parallel.platform.order import first_compared, parted
 from hyper_parallel.platform.platform import _choose
+from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
+from hyper_parallel.recipe.launch import Failure, JobError
 from hyper_parallel.testing import RankError, run_ranks
+from hyper_parallel.verification.report import Report
 from tools import errors_page
 
-OURS = {"CheckpointError", "CommunicationError", "OperatorError", "RankError"}
+OURS = {"CheckpointError", "CommunicationError", "OperatorError", "RankError", "TrainingError"}
 BUILTIN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "ImportError", "NotImplementedError"}
 
 # Where the codes of a family may be raised: its own layer, and the platform for what only a framework can see.
@@ -48,6 +52,7 @@ LAYERS = {
     "4": ("core.tensor_parallel", "core.pipeline_parallel", "core.shard.sharding_plan", "platform.checks"),
     "5": ("core.distributed_checkpoint", "cli.checkpoints"),
     "6": ("testing",),
+    "7": ("recipe", "verification", "cli"),
 }
 
 # Public interfaces: every error that is raised there has a code, but for the modules named below.
@@ -56,7 +61,7 @@ PUBLIC = (
     "platform.platform", "platform.shared_files", "platform.shared_memory", "platform.torch.collectives",
     "platform.torch.groups", "platform.mindspore.collectives", "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.tensor_parallel",
-    "core.distributed_checkpoint", "testing",
+    "core.distributed_checkpoint", "testing", "recipe", "verification",
 )  # fmt: skip
 INTERNAL = {
     "core.distributed_checkpoint.strict_json": "becomes part of a CheckpointError",
@@ -144,7 +149,9 @@ def test_one_message_has_one_code():
 
 
 # Of these the text is put together elsewhere; the examples are compared with real errors below.
-MADE_ELSEWHERE = {"HP111", "HP112", "HP113", "HP114", "HP301", "HP302", "HP309", "HP601"}
+MADE_ELSEWHERE = {
+    "HP111", "HP112", "HP113", "HP114", "HP301", "HP302", "HP309", "HP601", "HP701", "HP702", "HP706", "HP720",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("code", sorted(set(explanations()) - MADE_ELSEWHERE))
@@ -281,6 +288,23 @@ def test_examples_of_communication_are_what_is_raised():
     assert any(
         isinstance(n, ast.Constant) and n.value == lost for n in ast.walk(TREES["hyper_parallel.core.shard.arguments"])
     )
+
+
+def test_examples_of_recipes_and_the_command_are_what_is_told(tmp_path):
+    problem, failed = Problem("steps", "this key is needed"), Failure(1, 0.0, "wrong", "", False, tmp_path / "a.log")
+    made = {
+        "HP701": RecipeError("demo.yaml", [problem] * 3),
+        "HP702": ResumeError("demo.yaml", [problem]),
+        "HP706": JobError([failed]),
+        "HP713": failure(Report("mesh tp=2", 1.0, 1.0, (), error="wrong").check),
+        "HP720": failure(_mesh_keys, "x"),
+    }
+    for code, error in made.items():
+        kind, _, text = explanations()[code].example.partition(": ")
+        assert (type(error).__name__, code_of(error)) == (kind, code)
+        assert str(error).replace(f" [{code}: docs/errors.md#{code.lower()}]", "").splitlines()[0] == text
+    again = pickle.loads(pickle.dumps(made["HP702"]))
+    assert (type(again), str(again)) == (ResumeError, str(made["HP702"]))
 
 
 def test_explain_prints_an_entry():

@@ -184,7 +184,8 @@ def test_the_command_tells_problems_without_a_traceback(folder):
     result = CliRunner().invoke(application, ["train", str(folder / "recipe.yaml"), "stepz=3"])
     assert result.exit_code == 2
     told = "override 'stepz=3': stepz: there is no such key; did you mean steps?"
-    assert result.stderr == f"error: {folder / 'recipe.yaml'}: one problem\n  {told}\n"
+    code = "[HP701: docs/errors.md#hp701]"
+    assert result.stderr == f"error: {folder / 'recipe.yaml'}: one problem {code}\n  {told}\n"
     result = CliRunner().invoke(application, ["train", str(folder / "recipe.yaml"), "stepz=3", "--debug"])
     assert result.exit_code == 2
     assert "Traceback" in result.stderr

@@ -10,6 +10,7 @@ import mindspore
 from mindspore import Parameter
 from mindspore.experimental import optim
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 
 _OPTIMIZERS = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD}
@@ -23,8 +24,11 @@ class Training(Platform):
         wrong = [name for name, p in module.parameters_and_names() if self.is_floating_point(p) and p.dtype != kind]
         if wrong:
             raise ValueError(
-                f"prepare_module: parameter {wrong[0]} is not {dtype}; MindSpore makes parameters with the dtype that "
-                "the module says: change it there"
+                coded(
+                    "HP138",
+                    f"prepare_module: parameter {wrong[0]} is not {dtype}; MindSpore makes parameters with the dtype "
+                    "that the module says: change it there",
+                )
             )
         if self.device_type() == "cpu":
             # The threads that prepare operators ahead wait by spinning, which takes most of the time of small ones.

@@ -1,4 +1,7 @@
-"""Trains a model as one process, as four on a 2x2 mesh, and as four that are killed and go on, and compares them."""
+"""Trains a model as one process, as four on a 2x2 mesh, and as four that are killed and go on, and compares them.
+
+Each training is a call of ``hyper-parallel train`` with recipes/demo.yaml; llama/train.py is the same by hand.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from generate import generate, load
-from hyper_parallel.core.distributed_checkpoint import read_objects
-from model import Llama
-from train import latest
+EXAMPLES = Path(__file__).parent
+sys.path.append(str(EXAMPLES / "llama"))
 
-TRAIN = Path(__file__).parent / "train.py"
+from generate import generate, load  # noqa: E402 - it is found now
+from hyper_parallel.core.distributed_checkpoint import read_objects  # noqa: E402
+from model import Llama  # noqa: E402
+from train import latest  # noqa: E402
+
+RECIPE = EXAMPLES / "recipes" / "demo.yaml"
+COMMAND = Path(sys.executable).with_name("hyper-parallel")
 DP, TP = 2, 2
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(DP * TP)]
+MESH = (f"mesh.dp={DP}", f"mesh.tp={TP}")
 AXES, PASSES = ["tp", "dp", "all axes"], ["forward", "backward", "numbers"]
 NUMBER = 64  # bytes: what is not larger is no tensor but a number, such as the loss
 # What rounding comes to in a few hundred steps: training amplifies it, on one process too (some 500 times in these).
@@ -35,29 +43,31 @@ Costs = dict[Kind, tuple[int, float]]  # how often, and the bytes that a rank re
 
 
 def main() -> None:
-    """Everything. What is no option of this script goes to both trainings."""
+    """Everything. What is no option of this script is an override of the recipe, for all trainings."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    parser.add_argument("--sequence-parallel", action="store_true")
-    options, more = parser.parse_known_args()
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)  # of an earlier demo
     one, many, broken = (options.out / name for name in ("one", "mesh", "killed"))
-    picture = options.out / "loss.png"
-    mesh = ["--mesh", f"{DP}x{TP}", *(["--sequence-parallel"] if options.sequence_parallel else [])]
+    common = [f"steps={options.steps}", *options.overrides]
+    on_mesh = [*common, *MESH]
 
-    run([str(TRAIN), "--steps", str(options.steps), "--out", str(one), *more])
-    training = [*TORCHRUN, str(TRAIN), "--steps", str(options.steps), *mesh, *more]
-    run([*training, "--out", str(many)])
+    run([*common, f"folder={one}"])
+    run([*on_mesh, f"folder={many}", "logging.collectives=true"])
     every = max(1, options.steps // 8)
-    killed_at = run_until([*training, "--out", str(broken), "--save-every", str(every)], broken, 5 * every + every // 2)
+    killed = [*on_mesh, f"folder={broken}", f"checkpoints.every={every}"]
+    killed_at = run_until(killed, broken, 5 * every + every // 2)
     resumed_at = read_objects(latest(broken))["checkpoint"]["step"]
-    run([*training, "--out", str(broken), "--resume", str(broken)])
+    run([*killed, "--resume", "auto"])
 
     losses = read_losses(one), read_losses(many)
     folder = latest(many)
-    model, facts = load(folder), read_objects(folder)["options"]
-    ours, theirs = counted(many / "collectives.json"), megatron(facts, model, options.sequence_parallel)
+    model, recipe = load(folder), read_objects(folder)["run"]["recipe"]
+    ours, theirs = counted(many / "collectives.json"), megatron(recipe, model)
     worst = max(abs(losses[1][step] - losses[0][step]) for step in losses[0])
+    picture = options.out / "loss.png"
     draw(*losses, picture)
 
     console = Console(width=100)
@@ -71,30 +81,35 @@ def main() -> None:
     console.print(table_of_costs(ours, theirs))
     console.print(Panel(Text(generate(model, "class ", 400)), title="what the model on the mesh has learnt to write"))
     console.print(f"Both curves are in {picture}. To go on from the checkpoint, on four processes or on one:")
-    further = f"{os.path.relpath(TRAIN)} --resume {many} --out {many} --steps {2 * options.steps}"
-    for start in (f"torchrun --nproc-per-node {DP * TP} {further} {' '.join(mesh)}", f"python {further}"):
-        print(f"  {os.path.relpath(Path(sys.executable).parent)}/{start}")
+    further = [f"folder={many}", f"steps={2 * options.steps}", *options.overrides, "--resume auto"]
+    for mesh in (MESH, ()):
+        print(" ", os.path.relpath(COMMAND), "train", os.path.relpath(RECIPE), *mesh, *further)
     if not same:
         raise SystemExit("The run that was killed and went on has other losses than the one that was not.")
-    if worst > LARGEST[facts["dtype"]]:
+    if worst > LARGEST[recipe["precision"]]:
         raise SystemExit(f"The losses differ by {worst:.1e}: that is more than rounding explains.")
 
 
-def run(arguments: list[str]) -> None:
-    """Runs Python to its end, with one thread a process: there are few cores, and more threads would only wait."""
-    subprocess.run([sys.executable, *arguments], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # noqa: S603
+def command(arguments: Sequence[str]) -> list[str]:
+    """The command that trains, shown before it runs."""
+    print(f"$ hyper-parallel train {os.path.relpath(RECIPE)} {' '.join(arguments)}", flush=True)
+    return [str(COMMAND), "train", str(RECIPE), *arguments]
 
 
-def run_until(arguments: list[str], folder: Path, step: int) -> int:
-    """Runs a training until its log has a step, then kills the rank that logs; the last step that it logged."""
-    shutil.rmtree(folder, ignore_errors=True)
+def run(arguments: Sequence[str]) -> None:
+    """Trains to the end, with one thread a process: there are few cores, and more threads would only wait."""
+    subprocess.run(command(arguments), check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # noqa: S603
+
+
+def run_until(arguments: Sequence[str], folder: Path, step: int) -> int:
+    """Trains until the log has a step, then kills the rank that logs; the last step that it logged."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, *arguments], env=environment, stderr=subprocess.DEVNULL) as started:  # noqa: S603
+    with subprocess.Popen(command(arguments), env=environment) as started:  # noqa: S603
         while max(read_losses(folder), default=0) < step:
             if started.poll() is not None:
                 raise SystemExit(f"The training that was to be killed ended by itself with {started.returncode}.")
             time.sleep(0.02)
-        os.kill(json.loads((folder / "process.json").read_text()), signal.SIGKILL)
+        os.kill(json.loads((folder / "run.json").read_text())["processes"][0], signal.SIGKILL)
     return max(read_losses(folder))
 
 
@@ -131,23 +146,23 @@ def counted(file: Path) -> Costs:
     return {kind: (counts[kind], nbytes[kind]) for kind in counts}
 
 
-def megatron(facts: dict[str, Any], model: Llama, sequence_parallel: bool) -> Costs:
+def megatron(recipe: dict[str, Any], model: Llama) -> Costs:
     """What Megatron's scheme costs by its papers: two exchanges a layer and one for embedding and head, each way.
 
     Its loss takes three sums over the vocabulary, for the largest logit, the target's, and the exponentials. With
     sequence parallel the gradients of the norms need a sum of their own. (That its code gathers inputs a second time in
     backward, to save memory, is not counted.)
     """
-    element = {"float32": 4, "float64": 8, "bfloat16": 2}[facts["dtype"]]
-    tokens = facts["batch"] // DP * facts["context"]
-    exchanges = 2 * facts["layers"] + 1
+    element = {"float32": 4, "float64": 8, "bfloat16": 2}[recipe["precision"]]
+    tokens = recipe["data"]["batch"] // DP * recipe["data"]["length"]
+    exchanges = 2 * model.config.layers + 1
     matrices, vectors = (sum(p.numel() for p in model.parameters() if (p.ndim > 1) == cut) for cut in (True, False))
 
     def moved(elements: float, ranks: int) -> float:
         """What a rank receives in an all-gather or a reduce-scatter; an all-reduce is both."""
         return elements * element * (ranks - 1) / ranks
 
-    stream, loss = moved(tokens * facts["dim"], TP), 3 * 2 * moved(tokens, TP)
+    stream, loss = moved(tokens * model.config.dim, TP), 3 * 2 * moved(tokens, TP)
     costs: Costs = {
         ("tp", "forward", "all-reduce"): (exchanges + 3, exchanges * 2 * stream + loss),
         ("tp", "backward", "all-reduce"): (exchanges, exchanges * 2 * stream),
@@ -155,7 +170,7 @@ def megatron(facts: dict[str, Any], model: Llama, sequence_parallel: bool) -> Co
         ("tp", "numbers", "all-reduce"): (1, 2 * moved(1, TP)),  # the norm of the gradients
         ("dp", "numbers", "all-reduce"): (1, 2 * moved(1, DP)),  # the loss, to report it
     }
-    if sequence_parallel:
+    if recipe["plan"]["arguments"]["sequence_parallel"]:
         both = {
             (way, kind): (exchanges, exchanges * stream)
             for way in PASSES[:2]
