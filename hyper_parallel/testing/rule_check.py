@@ -31,7 +31,7 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import plan_for
 from hyper_parallel.core.shard.rule import REPLICATE, SUM, BoundRule, Choice, Place, Rule
 from hyper_parallel.platform import PlatformType, get_platform
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import coded, without_code
 from hyper_parallel.platform.platform import Called
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -70,9 +70,9 @@ def check_rule(
                 try:
                     _Comparison(caught, combination, mesh, rng, tolerance).run(operands, expected, weights, gradients)
                 except AssertionError as error:
-                    done_by = " and ".join(map(str, combination))
+                    done_by = f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
                     raise AssertionError(
-                        coded("HP604", f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}: {error}")
+                        coded("HP604", f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}")
                     ) from None
                 done += 1
     return done
@@ -137,7 +137,9 @@ def _differentiable(array: Array) -> bool:
 
 
 def _drawn(like: Array, rng: Any) -> Array:
-    """Random numbers, as many and as complex as those of another array."""
+    """Random numbers, as many and of the kind of those of another array."""
+    if np.issubdtype(like.dtype, np.integer):
+        return np.asarray(rng.integers(-9, 10, like.shape), like.dtype)
     drawn = rng.standard_normal(like.shape)
     return drawn + 1j * rng.standard_normal(like.shape) if np.iscomplexobj(like) else drawn
 
@@ -368,15 +370,17 @@ class _Comparison:
         return [held for piece in pieces for held in self._cut(piece, places[1:], mesh[1:])]
 
     def _parts(self, x: Array, op: str, ranks: int) -> list[Array]:
-        """Parts of both signs that give x when reduced."""
+        """Parts of both signs that give x when reduced, in its dtype."""
         drawn = [_drawn(x, self.rng) for _ in range(ranks - 1)]
         if op in ("sum", "avg"):
-            return [*drawn, (ranks if op == "avg" else 1) * x - sum(drawn)]
-        if op == "prod":
+            parts = [*drawn, (ranks if op == "avg" else 1) * x - sum(drawn)]
+        elif op == "prod":
             drawn = [np.sign(d) * (0.5 + np.abs(d)) for d in drawn]
-            return [*drawn, x / math.prod(drawn)]
-        winner, away = self.rng.integers(ranks, size=x.shape), self.rng.uniform(0.1, 1.1, (ranks, *x.shape))
-        return [np.where(winner == i, x, x - away[i] * (1 if op == "max" else -1)) for i in range(ranks)]
+            parts = [*drawn, x / math.prod(drawn)]
+        else:
+            winner, away = self.rng.integers(ranks, size=x.shape), self.rng.uniform(0.1, 1.1, (ranks, *x.shape))
+            parts = [np.where(winner == i, x, x - away[i] * (1 if op == "max" else -1)) for i in range(ranks)]
+        return [np.asarray(part, x.dtype) for part in parts]
 
     def _join(self, pieces: Sequence[Array], places: Sequence[Place], mesh: Mesh) -> Array:
         """The array of which these are the ranks' pieces."""

@@ -76,7 +76,7 @@ def test_all_gather_concat(dim):
     )
 
 
-@pytest.mark.parametrize("sizes", [[3, 3, 1, 0], [0, 2, 0, 1]])
+@pytest.mark.parametrize("sizes", [[3, 3, 1, 0], [0, 2, 0, 1], [0, 0, 0, 0]])
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(4)
 def test_all_gather_of_uneven_pieces(dim, sizes):
@@ -88,6 +88,17 @@ def test_all_gather_of_uneven_pieces(dim, sizes):
         inputs,
         platform.get_rank(),
     )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(4)
+def test_reduce_scatter_of_nothing(dim):
+    shape = (0, 2) if dim == 0 else (2, 0)
+    x = frame.leaf(np.ones(shape))
+    found = get_platform().differentiable_reduce_scatter(x, 4, dim, "sum", None)
+    frame.equal(found, np.ones(shape))
+    frame.backward([found], [np.ones(shape)])
+    frame.equal(frame.grad(x), np.ones(shape))
 
 
 @pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))

@@ -53,7 +53,9 @@ def test_the_demo_and_the_commands_that_it_prints(tmp_path, monkeypatch, capfd):
         assert re.search(rf"\b{step} .* {loss:.7f} .* {many[step]:.7f} ", out), out
     assert re.search(r"tp .* forward .* all-reduce .* 5 .* 8 ", out), out
     unwrapped = " ".join(out.split())
-    assert re.search(r"A third run was killed at step 1[1-6] and went on from the checkpoint of step (8|1[0-4]):", unwrapped)
+    assert re.search(
+        r"A third run was killed at step 1[1-6] and went on from the checkpoint of step (8|1[0-4]):", unwrapped
+    )
     assert (tmp_path / "demo" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     on_mesh, alone = re.findall(r"^  \S+/hyper-parallel (train .*)$", out, re.MULTILINE)

@@ -11,6 +11,7 @@ from mindspore import Tensor, mint
 from torch.nn import functional as F  # noqa: N812 - everyone's name for it
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.mindspore import private
 
 RNG = np.random.default_rng(0)
 platform = get_platform()
@@ -164,13 +165,20 @@ def test_singular_values_and_vectors():
     np.testing.assert_allclose(gradient.asnumpy(), left @ right.transpose(0, 2, 1), 1e-9, 1e-9)
 
 
-def test_an_error_in_a_function_is_not_in_the_next_gradient():
+@pytest.mark.parametrize("is_on", [False, True])
+def test_an_error_in_a_function_is_not_in_the_next_gradient(is_on):
     def failing(x):
         raise ValueError(f"of {(x * 2).shape}")
 
-    given = Tensor(some(3, 4))
-    with pytest.raises(ValueError, match="of "):
-        platform.gradients(failing, [given])
+    executor, given = private.executor(), Tensor(some(3, 4))
+    was_on = executor.grad_flag()
+    executor.set_grad_flag(is_on)  # whether tapes record
+    try:
+        with pytest.raises(ValueError, match="of "):
+            platform.gradients(failing, [given])
+        assert executor.grad_flag() == is_on
+    finally:
+        executor.set_grad_flag(was_on)
     (gradient,) = platform.gradients(lambda x: x[1].sum(), [given])
     np.testing.assert_array_equal(gradient.asnumpy(), np.eye(3)[1][:, None] * np.ones(4))
 

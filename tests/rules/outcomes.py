@@ -117,7 +117,7 @@ def _is_one_operator(case, arrays):
 
 def _why(error):
     told = str(error)
-    first = " ".join(told.split("\n\n---", maxsplit=1)[0].split())[:90]
+    first = re.sub(r"-op\d+", "", " ".join(told.split("\n\n---", maxsplit=1)[0].split()))[:90].rstrip()
     if isinstance(error, AbsentOperatorError):
         return Outcome(ABSENT, why=told)
     if isinstance(error, AttributeError):

@@ -193,7 +193,7 @@ class Differentiable(Collectives):
         rows = x.shape[0]
         pieces = [mint.narrow(joined, 0, i * rows, rows) for i in range(len(sizes))]
         kept = [mint.narrow(piece, dim, 0, size) for piece, size in zip(pieces, sizes, strict=True) if size]
-        return mint.cat(tuple(kept), dim) if kept else mint.narrow(joined, dim, 0, 0)
+        return mint.cat(tuple(kept), dim) if kept else pieces[0]  # of all ranks nothing
 
     def _reduce_scatter_dim(self, x: Any, dim: int, sizes: Sequence[int], op: str, group: Group) -> Any:
         """This rank's piece, of ``sizes`` along ``dim``, of the reduction of ``x``."""

@@ -29,14 +29,26 @@ class Gradients(Platform):
         executor = private.executor()
         was_on = executor.grad_flag()
         leaves = [self.detach(x) for x in inputs]  # which the framework marks, as those that got a gradient
+        raised: list[BaseException] = []
+
+        def closed(*given: Any) -> Any:
+            """An error would leave the graph open: it would be a part of the next one, in which x[i] fails."""
+            try:
+                return function(*given)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                raised.append(error)
+                return given[0] * 1
+
         try:
-            found = mindspore.grad(function, grad_position=tuple(range(len(inputs))))(*leaves)
+            found = mindspore.grad(closed, grad_position=tuple(range(len(inputs))))(*leaves)
         except BaseException:
-            if not was_on:  # what was recorded until then would be part of the next graph, in which x[i] fails
-                executor.clear_res()
-            raise
+            executor.clear_res()  # the same for an error in backward; what tapes have recorded stays
+            if not raised:  # else the graph may be gone already
+                raise
         finally:
             executor.set_grad_flag(was_on)  # which grad() turns off
+        if raised:
+            raise raised[0]
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def is_recorded(self, tensor: Any) -> bool:
