@@ -642,6 +642,14 @@ class Platform(ABC):
     def note_change(self, tensor: Any) -> None:
         """Counts a change of the elements that the framework could not see, so that `version_of` is another."""
 
+    counts_changes = True  # whether `version_of` knows of every change; if not, `note_shown` and `note_alias` are told
+
+    def note_shown(self, tensor: Any) -> None:  # noqa: B027 - a framework that counts need not know
+        """Is told that a user has the tensor, or one that shares its memory, and may change it without being seen."""
+
+    def note_alias(self, tensor: Any, source: Any) -> None:  # noqa: B027 - a framework that counts need not know
+        """Is told that a tensor may share memory with another one."""
+
     @abstractmethod
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
         """A mapping that lives as long as the tensor and does not keep it alive; for tensors made from it."""

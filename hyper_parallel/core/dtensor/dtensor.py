@@ -24,7 +24,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.dtensor.routes import local_for, routes_of_moved, versions
+from hyper_parallel.core.dtensor.routes import local_for, own_local_for, routes_of_moved, versions
 from hyper_parallel.core.dtensor.spec import spec_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -72,6 +72,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         spec_of(made)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
         made._is_plain = True
+        platform.note_shown(local)
         return made
 
     @property
@@ -118,8 +119,8 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return self.redistribute(None, self._layout.reset_partial())
 
     def full_tensor(self) -> Any:
-        """The whole as a plain tensor, on every rank."""
-        return self.redistribute().to_local()
+        """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own."""
+        return own_local_for(self, layout_of(self.device_mesh, [Replicate()] * self.device_mesh.ndim, len(self._shape)))
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """The tensor with another dtype or device, as the framework's ``to``."""
@@ -199,6 +200,7 @@ def distribute_tensor(
     whole = layout.with_placements([Replicate()] * layout.mesh.ndim)
     shard = redistribute(platform.detach(tensor), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
+    platform.note_shown(shard)  # it may be a part of the user's tensor
     return DTensor(platform.set_requires_grad(shard, platform.requires_grad(tensor)), layout, tensor.shape)
 
 

@@ -43,16 +43,30 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
         summed = ()
     routes, version = _remembered(tensor, local)
     if routes is None:
-        return _made(tensor, target, summed, None, implicit)
+        route = _made(tensor, target, summed, None, implicit)
+        platform.note_alias(route, local)
+        return route
     key = (tensor._layout, target, summed, graph, version)
     route = routes.get(key)
-    if route is None:
+    if route is None or not _is_as_made(route):
         _forget_others(routes, version)
         route = _made(tensor, target, summed, _known(routes, key), implicit)
         # What was communicated for a parameter is not kept: it would be a second copy between the steps.
         if target is tensor._layout or not tensor.is_parameter:
+            route._made_as = platform.version_of(route)
             routes[key] = route
     return route
+
+
+def own_local_for(tensor: Any, target: Layout) -> Any:
+    """The same for somebody who may change it: nobody else has it, but where the tensor lies in this layout."""
+    if target is tensor._layout:
+        return tensor.to_local()
+    routes, version = _remembered(tensor, tensor._local)
+    key = (tensor._layout, target, (), platform.is_recorded(tensor._local), version)
+    if routes and _known(routes, key) is not None:
+        return platform.operator("clone")(local_for(tensor, target, implicit=False))
+    return _made(tensor, target, (), None, implicit=False)
 
 
 def routes_of_moved(tensor: Any, target: Layout) -> Any:
@@ -116,7 +130,13 @@ def _known(routes: Any, key: tuple[Any, ...]) -> Any:
     found = (
         route for other, route in routes.items() if other[:2] == (source, target) and other[3:] == (graph, version)
     )
-    return next(found, None)
+    return next(filter(_is_as_made, found), None)
+
+
+def _is_as_made(route: Any) -> bool:
+    """Whether nobody has changed in place what was made for another consumer."""
+    version = platform.version_of(route)
+    return version is not None and version == route._made_as
 
 
 def _remembered(tensor: Any, local: Any) -> tuple[Any, int]:
@@ -135,5 +155,7 @@ def _forget_others(routes: Any, version: int) -> None:
 
 def hold(tensor: Any, local: Any) -> None:
     """After a change in place: the tensor's data is another tensor where the framework records no such change."""
+    if not platform.counts_changes:
+        platform.note_change(tensor._local)
     if local is not None and local is not tensor._local:
         tensor.hold(local)

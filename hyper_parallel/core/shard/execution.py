@@ -158,6 +158,7 @@ class Planned:
         """Makes a distributed tensor of the result, which may be a view of the first operand."""
         layout, shape, expected = self._layouts[0], self._shapes[0], self._expected[0]
         view, wrap = self._op.view, DTensor.wrapped
+        tells = view and not platform.counts_changes
         dtype = spec = None  # of the last result: mostly that of the next
 
         def wrapped(result: Any, first: DTensor) -> Any:
@@ -169,6 +170,8 @@ class Planned:
                 dtype = result.dtype
                 spec = spec_of(wrap(result, dtype, layout, shape, None))
             made = wrap(result, dtype, layout, shape, spec)
+            if tells:
+                platform.note_alias(result, first._local)
             if view and first._copy_of is not None:
                 made._copy_of = first._copy_of
             return made
@@ -199,6 +202,7 @@ class Planned:
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
             for one in made:
+                platform.note_alias(one._local, tensors[0]._local)
                 one._copy_of = self._copy_of or tensors[0]._copy_of
         if self._single:
             return made[0]

@@ -37,7 +37,10 @@ def run_between(
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     used = _used_axes([*layouts, *outputs])
-    shards = iter([local_for(t, *_route(t, layout, used)) for t, layout in zip(tensors, layouts, strict=True)])
+    locals_ = [local_for(t, *_route(t, layout, used)) for t, layout in zip(tensors, layouts, strict=True)]
+    for shard in locals_:
+        platform.note_shown(shard)
+    shards = iter(locals_)
     made = function(*replaced(args, shards), **{name: replaced(value, shards) for name, value in kwargs.items()})
     even = all(_is_even(t._shape, layout or t._layout) for t, layout in zip(tensors, layouts, strict=True))
     several = isinstance(made, (list, tuple))

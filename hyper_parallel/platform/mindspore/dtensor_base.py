@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore import changes, private
 from hyper_parallel.platform.mindspore.operators import function, operation
 from hyper_parallel.platform.mindspore.rewritten import rewritten
 
@@ -64,6 +64,7 @@ class DTensorBase(Tensor):
 
     def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         found, given, named = operation(func, args, kwargs)
+        changes.note_operator(found)
         instead = rewritten(found)
         if instead is not None:
             return instead(*given, **named)
@@ -94,6 +95,7 @@ class DTensorBase(Tensor):
         local = data._local if isinstance(data, DTensorBase) else data
         if tuple(local.shape) != self.local_shape and tuple(local.shape) == self._whole:
             local = self._layout.part_of(local).copy()
+        changes.note()
         self._local.data = local
         _Base.data.__set__(self, local)
         return self
@@ -101,6 +103,7 @@ class DTensorBase(Tensor):
     def hold(self, local: Any) -> None:
         """Other data for the shard, with what backward knows of it."""
         self._local = local
+        self._routes = self._origin = None
         _Base.data.__set__(self, local)
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> DTensorBase:  # noqa: ARG002 - the framework's
@@ -163,8 +166,11 @@ class DTensorBase(Tensor):
         return False
 
     def to_local(self) -> Any:
-        """The data on this rank, as a plain tensor that shares its memory."""
-        return self._local
+        """The data on this rank, as a plain tensor: that of a leaf and of what is not recorded shares its memory.
+
+        That of a recorded result is a copy, in the graph: MindSpore would not tell us of changes.
+        """
+        return self._local if changes.version_of(self._local) is None else self._local.copy()
 
     def __len__(self) -> int:
         return self._whole[0]
@@ -187,13 +193,13 @@ class DTensorBase(Tensor):
         return (self[i] for i in range(len(self)))
 
     def __bool__(self) -> bool:
-        return bool(self.full_tensor())
+        return bool(self.redistribute()._local)
 
     def __float__(self) -> float:
-        return float(self.full_tensor())
+        return float(self.redistribute()._local)
 
     def __int__(self) -> int:
-        return int(self.full_tensor())
+        return int(self.redistribute()._local)
 
     def asnumpy(self) -> Any:
         """The whole as an array."""
@@ -201,11 +207,11 @@ class DTensorBase(Tensor):
 
     def item(self) -> Any:
         """The one element of the whole."""
-        return self.full_tensor().item()
+        return self.redistribute()._local.item()
 
     def tolist(self) -> Any:
         """The whole as nested lists."""
-        return self.full_tensor().tolist()
+        return self.redistribute()._local.tolist()
 
     # --- what a deriving class says
 

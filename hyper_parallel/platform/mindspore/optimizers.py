@@ -22,7 +22,7 @@ from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore import changes, private
 
 _TORCHS = {
     "accum": "momentum_buffer",
@@ -90,6 +90,7 @@ def _steps_count(kind: Any) -> None:
         try:
             return usual(optimizer, *args, **kwargs)
         finally:
+            changes.note()
             executor.set_grad_flag(was_on)
 
     kind.__call__ = step

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import mint, ops
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import deferred, private, randomness
+from hyper_parallel.platform.mindspore import changes, deferred, private, randomness
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.transform import chunk_span
 
@@ -82,7 +82,7 @@ class Tensors(Platform):
         # On a CPU there is no kernel for clone(), and copy() divides by one, which changes the bits of some that are
         # not a number.
         made = self.empty(x.shape, x.dtype, x.device)
-        self.copy_into(made, x)
+        _fill(made, x)  # nobody has it yet
         return made
 
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -253,13 +253,8 @@ class Tensors(Platform):
         return self._like(tensor, _detached)
 
     def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:  # noqa: ARG002
-        """Untested on hardware: on an accelerator."""
-        if target.device != "CPU":
-            target.copy_(source)
-            return
-        # A copy_ into a view is lost on a CPU, or refused.
-        cast = source if source.dtype == target.dtype else source.to(target.dtype)
-        self.tensor_memory(target)[...] = self.tensor_memory(cast)
+        changes.note_change_of(target)
+        _fill(target, source)
 
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         if self.is_recorded(target) or self.is_recorded(source):  # in place it is refused, lost or not recorded
@@ -273,11 +268,19 @@ class Tensors(Platform):
     def is_meta(self, tensor: Any) -> bool:
         return bool(tensor.is_meta)
 
-    def version_of(self, tensor: Any) -> int | None:  # noqa: ARG002 - MindSpore counts some changes and not others
-        return None
+    counts_changes = False
 
-    def note_change(self, tensor: Any) -> None:  # noqa: ARG002 - nobody counts
-        return None
+    def version_of(self, tensor: Any) -> int | None:
+        return changes.version_of(tensor)
+
+    def note_change(self, tensor: Any) -> None:
+        changes.note_change_of(tensor)
+
+    def note_shown(self, tensor: Any) -> None:
+        changes.show(tensor)
+
+    def note_alias(self, tensor: Any, source: Any) -> None:
+        changes.show_with(tensor, source)
 
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
         # Beside the tensor, not on it: what is on it would be copied with it.
@@ -429,6 +432,16 @@ def _detached(x: Any) -> Any:
 def numpy_dtype(dtype: Any) -> Any:
     """What numpy has for a dtype that is not one of the float8."""
     return _BFLOAT16 if dtype == mindspore.bfloat16 else np.dtype(DTYPE_NAMES[dtype])
+
+
+def _fill(target: Any, source: Any) -> None:
+    """Untested on hardware: on an accelerator."""
+    if target.device != "CPU":
+        target.copy_(source)
+        return
+    # A copy_ into a view is lost on a CPU, or refused.
+    cast = source if source.dtype == target.dtype else source.to(target.dtype)
+    host_memory(target)[...] = host_memory(cast)
 
 
 def _sizes(size: Any) -> tuple[int, ...]:

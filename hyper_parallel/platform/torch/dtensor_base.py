@@ -333,6 +333,11 @@ def _attribute_of_shard(name: str) -> Callable[..., Any]:
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: getattr(tensor.redistribute()._local.detach(), name)(*args, **kwargs)
+
+
+def _of_own_whole(name: str) -> Callable[..., Any]:
+    """For what shares memory with its result."""
     return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(*args, **kwargs)
 
 
@@ -356,7 +361,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _property("shape").__get__: lambda tensor: tensor._shape,
     torch.Tensor.__len__: lambda tensor: tensor._shape[0],
     torch.Tensor.__format__: lambda tensor, spec: (
-        tensor.full_tensor().detach().__format__(spec) if not tensor._shape else object.__format__(tensor, spec)
+        tensor.redistribute()._local.detach().__format__(spec) if not tensor._shape else object.__format__(tensor, spec)
     ),
 }
 for _name in (
@@ -395,7 +400,8 @@ for _name in (
 ):
     _OWN[_property(_name).__get__] = _of_wrapper(_property(_name).__get__)
 for _name in (
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "item", "numpy",
-    "tolist",
+    "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
 ):  # fmt: skip
     _OWN[getattr(torch.Tensor, _name)] = _of_whole(_name)
+for _name in ("__array__", "numpy"):
+    _OWN[getattr(torch.Tensor, _name)] = _of_own_whole(_name)
