@@ -213,6 +213,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     own = tuple(piece for piece, _ in pieces)
     if not isinstance(value, DTensor) and not input._layout.is_partial():
         input._local[own] = value
+        hold(input, None)
         return
     value = _stretched(_filled(value, input), _region(items, ranges), input)
     value = value.reshape([chosen.length for chosen in ranges])
