@@ -112,16 +112,6 @@ def test_a_destroyed_group_is_forgotten_and_can_be_made_again():
         assert platform.get_created_group([0, 1]) is None
 
 
-@pytest.mark.skipif(not frame.IS_TORCH, reason="MindSpore cannot destroy a group on a CPU")
-@on_ranks(2)
-def test_a_group_that_was_destroyed_behind_our_back_is_made_again():
-    platform = get_platform()
-    group = platform.create_group([0, 1])
-    torch.distributed.destroy_process_group(group)
-    assert platform.get_created_group([0, 1]) is None
-    assert total(platform, platform.create_group([0, 1])) == 3
-
-
 @on_ranks(2)
 def test_leaving_the_job_forgets_everything():
     platform = get_platform()
