@@ -72,6 +72,7 @@ bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/tensor_parallel.py
 	$(BIN)/python benchmarks/checkpoint_planning.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/order_check.py
 
 fuzz: $(STAMP)  ## feeds a million damaged and forged files to what reads checkpoints: about ten minutes
 	$(BIN)/python tools/fuzz_checkpoint.py --inputs 1000000

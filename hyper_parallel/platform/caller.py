@@ -13,7 +13,8 @@ _FRAMEWORKS = ("torch", "mindspore")
 
 def _is_users(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").split(".")[0]
-    return not frame.f_code.co_filename.startswith(_OURS) and package not in _FRAMEWORKS
+    # What is frozen is Python's own, such as that which runs a module as a program.
+    return not frame.f_code.co_filename.startswith((_OURS, "<frozen ")) and package not in _FRAMEWORKS
 
 
 def _users_frame() -> tuple[FrameType | None, int]:

@@ -282,13 +282,23 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path):
     )
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "rank 1 failed:"
+    assert lines[0] == "rank 1 failed: [HP706: docs/errors.md#hp706]"
     assert lines[1].startswith("Traceback")
     assert "stopping.py" in err
     place = lines.index("RuntimeError: out of luck")
     assert re.match(r"rank 0: .*(CommunicationError|did not end)", lines[place + 1])
     assert lines[place + 2 :] == [f"what the ranks wrote is in {tmp_path / 'run' / 'ranks'}"]
     assert "out of luck" in (tmp_path / "run/ranks/rank-1.log").read_text()
+
+
+def test_ranks_that_issue_different_collectives_are_told_where(tmp_path):
+    """By default: nobody asked for the check."""
+    parting = own_model(tmp_path, "__import__('hyper_parallel').get_platform().barrier()")
+    environment = f"folder={tmp_path / 'run'}", "--nproc", "2", "plan={}"
+    code, _, err = ended(start(*SMALL, *parting, "steps=100000", *environment))
+    assert code == 1
+    told = r"CommunicationError: rank \d: the ranks wait for each other: .*rank 1 waits in collective \d+ of .*"
+    assert re.search(rf"{told}barrier\(\) at stopping\.py:14.*\[HP119: ", err), err
 
 
 def test_sigterm_saves_and_a_killed_rank_is_named_and_neither_changes_what_comes_out(tmp_path):
@@ -309,7 +319,7 @@ def test_sigterm_saves_and_a_killed_rank_is_named_and_neither_changes_what_comes
     code, out, err = ended(process)
     assert code == 1
     assert f"going on from {tmp_path}/step-{int(step):08d}, after step {step}" in out
-    assert err.splitlines()[0] == "rank 1 failed:"
+    assert err.splitlines()[0] == "rank 1 failed: [HP706: docs/errors.md#hp706]"
     assert "it was killed by SIGKILL" in err
     assert "rank 0: " in err
 
