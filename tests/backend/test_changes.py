@@ -148,6 +148,20 @@ def test_a_function_on_shards_that_changes_them_is_seen():
 
 
 @on_ranks(2)
+def test_of_what_others_have_no_version_is_known_where_nobody_counts():
+    _, x = cut()
+    result, alias = x._local, (x * 1)._local
+    assert platform.version_of(result) is not None
+    platform.note_shown(result)
+    platform.note_alias(alias, result)
+    known = platform.counts_changes
+    assert [platform.version_of(one) is not None for one in (result, alias)] == [known, known]
+    with platform.no_grad():
+        platform.copy_into(result, frame.tensor(np.zeros((2, 2))))
+    frame.equal(whole(x), np.zeros((4, 2)))
+
+
+@on_ranks(2)
 def test_what_is_not_changed_is_communicated_once():
     mesh, x = cut()
     with CommunicationLedger(mesh) as ledger:
