@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 MINDSPORE_STAMP := .venv/.mindspore-installed
 
-.PHONY: help demo tour test test-mindspore thorough check format docs operators bench fuzz kills clean
+.PHONY: help demo tour test test-torch test-mindspore thorough check lint types format docs operators bench fuzz kills clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -36,9 +36,12 @@ demo: $(STAMP)  ## trains a model as one process and as four on a mesh, kills it
 tour: $(STAMP)  ## four processes show the platform at work
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/platform_tour.py
 
-test: $(MINDSPORE_STAMP) check  ## formatting, lint, types and all tests, on PyTorch and on MindSpore
-	$(PYTEST)
+test: $(MINDSPORE_STAMP) lint  ## formatting, lint, types and all tests, on PyTorch and on MindSpore
+	$(MAKE) -j2 types test-torch
 	$(MAKE) test-mindspore
+
+test-torch: $(STAMP)
+	$(PYTEST)
 
 test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and those of both frameworks together
 	HYPER_PARALLEL_PLATFORM=mindspore GLOG_v=3 $(PYTEST)
@@ -46,9 +49,13 @@ test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and thos
 thorough: export HYPER_PARALLEL_THOROUGH := 1
 thorough: test  ## the same with more that is drawn at random, and every combination: half an hour and more
 
-check: $(STAMP)  ## formatting, lint, types, generated documentation
+check: lint types  ## formatting, lint, types
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 format: $(STAMP)  ## formats and fixes what can be fixed

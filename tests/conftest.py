@@ -29,25 +29,33 @@ def _ranks_end_with_the_session():
     close_ranks()
 
 
-LONGEST_FIRST = [  # by processor time, largest first: what is not here takes a few seconds
-    "rules/test_dispatch.py",
-    "distributed/test_llama_example.py",
-    "distributed/test_fused.py",
+LONGEST_FIRST = [  # by the time they take, largest first: what is not here takes a few seconds
     "rules/test_operators.py",
+    "frameworks/test_parity.py",
+    "rules/test_dispatch.py",
+    "distributed/test_fused.py",
+    "distributed/test_train_command.py",
+    "frameworks/test_shared_checkpoint_example.py",
     "rules/test_sweep_torch.py",
     "docs/test_documents.py",
-    "distributed/test_training.py",
-    "distributed/test_transformers.py",
+    "distributed/test_demo.py",
+    "distributed/test_llama_example.py",
     "distributed/test_ranks.py",
+    "frameworks/test_shared_checkpoint.py",
+    "distributed/test_transformers.py",
+    "distributed/test_training.py",
     "backend/test_collectives.py",
+    "rules/test_writes.py",
+    "frameworks/test_train_recipe.py",
     "distributed/test_warm_path.py",
+    "backend/test_meeting_mindspore.py",
     "distributed/test_checkpoint_kills.py",
-    "distributed/test_loss_parallel.py",
     "distributed/test_recurrent.py",
-    "distributed/test_multihead.py",
-    "distributed/test_redistribute.py",
-    "distributed/test_training_habits.py",
     "rules/test_controls.py",
+    "distributed/test_order_check.py",
+    "on_mindspore/test_calls.py",
+    "distributed/test_loss_parallel.py",
+    "distributed/test_redistribute.py",
 ]
 
 

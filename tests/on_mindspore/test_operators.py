@@ -7,6 +7,7 @@ import mindspore.mint.nn.functional as F  # noqa: N812 - everyone's name for it
 import numpy as np
 import pytest
 from mindspore import mint, ops
+from thorough import THOROUGH
 
 from hyper_parallel.testing import check_rule
 
@@ -95,4 +96,5 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_choice_gives_the_plain_results_and_gradients(name):
     call, *operands = CASES[name]
-    assert check_rule(call, *operands) > 1
+    # The rule is the same on every mesh: here it is the local calls that are tried.
+    assert check_rule(call, *operands, **({} if THOROUGH else {"meshes": [(4,)]})) > 1
