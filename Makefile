@@ -66,6 +66,7 @@ docs: $(DOCS_STAMP)  ## generates tables, pictures and the reference, and builds
 	$(BIN)/python tools/platform_table.py
 	$(BIN)/python tools/pictures.py
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/errors_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 operators: $(STAMP)  ## sweeps over all operators of torch and writes docs/operators.md: half an hour

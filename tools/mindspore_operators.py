@@ -40,10 +40,10 @@ have no kernel), a method is MindSpore's own. All of this is about the CPU.
 | left out: MindSpore has no gradient of it | {gradient} |
 | left out: MindSpore's takes other arguments or shapes than this call has | {arguments} |
 | left out: MindSpore's ends the process | {deadly} |
-| left out: it runs, but not as on one device; of some MindSpore's own is wrong, others are to be mended | {unheld} |
+| left out: it runs, but [MindSpore's own](mindspore.md#what-runs-and-what-does-not-yet) is wrong or means another | {unheld} |
 
-`make test-mindspore` calls all of them and compares with this page; what is left out here is left out of
-the tests.
+`make test-mindspore` tries all that run and compares what is left out with this page; what is left out here is left out
+of the tests.
 
 ## Operators without a CPU kernel
 

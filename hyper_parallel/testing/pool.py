@@ -36,6 +36,7 @@ from hyper_parallel.testing.job import Job, Outcome, Target
 
 LONGEST_RUN = 60.0  # seconds, unless the caller says
 LONGEST_IDLE = 5.0  # seconds in which no rank uses the processor: they wait for each other
+LONGEST_BLINK = 0.5  # seconds between two looks at the ranks that count as watched
 IDLE_SHARE = 0.05  # of one core, for each rank: what threads that only wake up now and then may use
 GRACE = 2.0  # seconds for the other ranks to notice that one has failed
 START = 60.0
@@ -257,20 +258,25 @@ class _Rank:
 
 
 class _Activity:
-    """Whether processes use the processor; without /proc nothing is known and nothing is said."""
+    """Whether processes use the processor; without /proc nothing is known and nothing is said.
+
+    Time in which nobody looks does not count: the whole machine may have stood still.
+    """
 
     def __init__(self, idle: float | None) -> None:
         self._idle = idle
-        self._samples: list[tuple[float, float]] = []
+        self._looked, self._watched = time.monotonic(), 0.0
+        self._samples: list[tuple[float, float]] = []  # (seconds that were watched, seconds that were used)
 
     def has_stopped(self, ranks: list[_Rank]) -> bool:
         """Whether these ranks have been idle for as long as is allowed."""
         if self._idle is None or not Path("/proc/self/stat").exists():
             return False
-        now = time.monotonic()
+        before, self._looked = self._looked, time.monotonic()
+        self._watched += min(self._looked - before, LONGEST_BLINK)
         used = sum(_processor_seconds(rank.process.pid) for rank in ranks)
-        self._samples.append((now, used))
-        earlier = [sample for sample in self._samples if now - sample[0] >= self._idle]
+        self._samples.append((self._watched, used))
+        earlier = [sample for sample in self._samples if self._watched - sample[0] >= self._idle]
         if not earlier:
             return False
         self._samples = self._samples[len(earlier) - 1 :]

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 import warnings
+from types import SimpleNamespace
 
 import frame
 import pytest
@@ -15,7 +16,7 @@ from thorough import THOROUGH
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
-from hyper_parallel.testing import RankError, close_ranks, on_ranks, run_ranks
+from hyper_parallel.testing import RankError, close_ranks, on_ranks, pool, run_ranks
 
 
 def meet():
@@ -77,6 +78,23 @@ def sleep_on(rank):
     if get_platform().get_rank() == rank:
         time.sleep(600)
     meet()
+
+
+def test_time_in_which_nobody_looks_is_not_idle(monkeypatch):
+    """The whole machine may have stood still."""
+    now = 0.0
+    monkeypatch.setattr(pool.time, "monotonic", lambda: now)
+    monkeypatch.setattr(pool, "_processor_seconds", lambda _: 1.0)  # it uses no more
+    activity, ranks = pool._Activity(5.0), [SimpleNamespace(process=SimpleNamespace(pid=1))]
+    stopped = []
+    for step in (0.1, 100.0, *[0.1] * 40):
+        now += step
+        stopped.append(activity.has_stopped(ranks))
+    assert not any(stopped)
+    for _ in range(20):
+        now += 0.1
+        stopped.append(activity.has_stopped(ranks))
+    assert stopped[-1]
 
 
 def test_a_hang_is_found_without_a_timeout_and_the_place_is_shown():

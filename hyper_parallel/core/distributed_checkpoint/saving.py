@@ -67,7 +67,7 @@ def prepare(
         chosen.configure_planner(state_dict, gather=ranks.gather, **options)
         if ranks.is_silent and ranks.world_size > 1:
             # Nothing tells a file of this save from one that an earlier save of the same state left.
-            _require_new_folder(writer)
+            _require_new_folder(writer, ranks.is_coordinator)
         return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else bytes(16)
 
     is_alike, token = ranks.agree(look, new_tag())
@@ -81,11 +81,12 @@ def prepare(
     )
 
 
-def _require_new_folder(writer: StorageWriter) -> None:
+def _require_new_folder(writer: StorageWriter, is_coordinator: bool) -> None:
+    """Each looks for what it writes itself: others may have written theirs for this save already."""
     folder = writer.folder if isinstance(writer, FileSystemWriter) else None
     if (
         folder is None
-        or (folder / METADATA_FILE).exists()
+        or (is_coordinator and (folder / METADATA_FILE).exists())
         or any(folder.glob(f"data-*-{get_platform().get_rank():05d}.*"))
     ):
         raise CheckpointError(coded("HP515", "use_collectives=False needs a new folder for every save"), file=folder)
