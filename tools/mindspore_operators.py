@@ -40,7 +40,7 @@ have no kernel), a method is MindSpore's own. All of this is about the CPU.
 | left out: MindSpore has no gradient of it | {gradient} |
 | left out: MindSpore's takes other arguments or shapes than this call has | {arguments} |
 | left out: MindSpore's ends the process | {deadly} |
-| left out: it runs, but [MindSpore's own](mindspore.md#what-runs-and-what-does-not-yet) is wrong or means another | {unheld} |
+| left out: it runs, but [MindSpore's own](mindspore.md#what-runs-and-what-does-not-yet) differs | {unheld} |
 
 `make test-mindspore` tries all that run and compares what is left out with this page; what is left out here is left out
 of the tests.
