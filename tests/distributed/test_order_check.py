@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that issue different collectives are told so, each with what all of them issued; and what waits says where."""
 
+import functools
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hyper_parallel import CommunicationError, get_platform, init_device_mesh
-from hyper_parallel.platform.torch import order
+from hyper_parallel.platform.torch import faults, order
 from hyper_parallel.testing import RankError, on_ranks, run_ranks
 
 
@@ -149,6 +151,28 @@ def leave_early(how):
         start = time.monotonic()
         told, number, _, missing = failure_of(lambda: platform.all_reduce(torch.ones(1 << 16), None))
         return told, number, missing, time.monotonic() - start
+
+
+def part_on(platform, group, rank):
+    """Rank 1 comes first, and waits."""
+    if rank == 0:
+        time.sleep(0.5)
+    return platform.all_reduce(torch.ones(4), group) if rank else platform.barrier(group)
+
+
+@on_ranks(2)
+def test_a_group_that_was_given_up_is_never_freed():
+    """gloo still waits in it, and to free it, whenever Python does, would be to wait too."""
+    platform = get_platform()
+    rank, group = platform.get_rank(), platform.create_group([0, 1])
+    kept = []
+    with pytest.MonkeyPatch.context() as patched, platform.checked_order():
+        patched.setattr(faults, "_keep_for_ever", kept.append)
+        failure_of(functools.partial(part_on, platform, group, rank))
+    assert kept == [group] * rank  # rank 0 has raised before it sent anything
+    before = sys.getrefcount(group)
+    faults._keep_for_ever(group)
+    assert sys.getrefcount(group) == before + 1
 
 
 @pytest.mark.parametrize("how", ["returns", "raises", "dies"])

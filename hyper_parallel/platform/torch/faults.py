@@ -9,6 +9,7 @@ waits in the same collective, because it does not talk to the missing one itself
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from datetime import timedelta
@@ -75,7 +76,11 @@ class Handle:
             except BACKEND_ERRORS:
                 if work.is_completed():
                     raise
-                waiting.look()
+                try:
+                    waiting.look()
+                except BaseException:
+                    _keep_for_ever(self._group)
+                    raise
             else:
                 waiting.end()
                 return
@@ -83,6 +88,14 @@ class Handle:
     def is_completed(self) -> bool:
         """Whether the operation has ended; its result may still need ``wait()``."""
         return self._work is None or bool(self._work.is_completed())
+
+
+def _keep_for_ever(group: dist.ProcessGroup) -> None:
+    """Has a group outlive the process: gloo cannot end an operation, and to free the group would wait for it.
+
+    That wait would come whenever Python frees what refers to the group, or at its end, and last for the whole timeout.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def explain(
