@@ -97,4 +97,4 @@ CASES = {
 def test_every_choice_gives_the_plain_results_and_gradients(name):
     call, *operands = CASES[name]
     # The rule is the same on every mesh: here it is the local calls that are tried.
-    assert check_rule(call, *operands, **({} if THOROUGH else {"meshes": [(4,)]})) > 0
+    assert check_rule(call, *operands, **({} if THOROUGH else {"meshes": [(2,), (4,)]})) > 1
