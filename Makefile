@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.docs-installed
 MINDSPORE_STAMP := .venv/.mindspore-installed
+# Processes start twice as fast where what they import has been compiled: the first that imports it writes that down.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo tour test test-torch test-mindspore thorough check lint types format docs operators bench fuzz kills clean
 
