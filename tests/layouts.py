@@ -79,7 +79,8 @@ def _parts_of(whole, layout, rng):
         for place, value in parts.items():
             pieces = [value] * count
             if placement.is_partial():
-                pieces = cut_into_parts(value, placement.reduce_op, count, rng)
+                dtype = value.dtype if np.issubdtype(value.dtype, np.inexact) else None
+                pieces = [np.asarray(one, dtype) for one in cut_into_parts(value, placement.reduce_op, count, rng)]
             split |= {(*place, i): piece for i, piece in enumerate(pieces)}
         parts = split
     return parts

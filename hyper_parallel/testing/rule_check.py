@@ -48,15 +48,17 @@ def check_rule(
     meshes: Sequence[Mesh] = MESHES,
     tolerance: float | None = None,
     seed: int = 0,
+    gradients: bool = True,
 ) -> int:
     """How many comparisons held; an AssertionError that names the choice where one does not.
 
     ``operands``: arrays, or lists of arrays. ``call`` is given tensors of them, plain or distributed, and must run one
-    operator that has a rule, in which each operand is used once.
+    operator that has a rule, in which each operand is used once. ``gradients=False`` is for an operator of which the
+    framework has no gradient.
     """
     rng = np.random.default_rng(seed)
     tolerance = _TOLERANCES[get_platform().platform_type] if tolerance is None else tolerance
-    expected, weights, gradients = _truth(call, operands, rng)
+    expected, weights, true = _truth(call, operands, rng, gradients)
     done = 0
     for mesh in meshes:
         caught = _Caught(call, operands, mesh)
@@ -68,7 +70,7 @@ def check_rule(
         for combination in itertools.product(caught.bound.choices(), repeat=len(mesh)):
             if _fits(caught.bound, combination, mesh) and not _is_seen_elsewhere(caught, combination, mesh, meshes):
                 try:
-                    _Comparison(caught, combination, mesh, rng, tolerance).run(operands, expected, weights, gradients)
+                    _Comparison(caught, combination, mesh, rng, tolerance).run(operands, expected, weights, true)
                 except AssertionError as error:
                     done_by = f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
                     raise AssertionError(
@@ -86,10 +88,11 @@ def choices_of(call: Callable[..., Any], *operands: Any) -> tuple[Choice, ...]:
 # --- the plain call
 
 
-def _truth(call: Callable[..., Any], operands: Sequence[Any], rng: Any) -> tuple[list[Array], list[Array], list[Array]]:
+def _truth(
+    call: Callable[..., Any], operands: Sequence[Any], rng: Any, differentiate: bool
+) -> tuple[list[Array], list[Any], list[Any]]:
     """The results, the weights of the sum that is differentiated, and the gradient of every operand."""
     arrays = flat(operands)
-    weights: list[Array] = []
 
     def results(*tensors: Any) -> list[Any]:
         found = call(*_like(operands, tensors))
@@ -97,7 +100,7 @@ def _truth(call: Callable[..., Any], operands: Sequence[Any], rng: Any) -> tuple
 
     platform = get_platform()
     values = [platform.tensor_to_numpy(y) for y in results(*map(platform.tensor, arrays))]
-    weights = [_drawn(y, rng) if _differentiable(y) else None for y in values]
+    weights = [_drawn(y, rng) if differentiate and _differentiable(y) else None for y in values]
     return values, weights, _gradients(results, arrays, weights)
 
 

@@ -2,9 +2,11 @@
 """The framework in use under PyTorch's names: the calls of the cases are written once, for PyTorch and for MindSpore.
 
 On MindSpore a function is what the platform calls an operator of that name, a dtype is MindSpore's, and a name that
-MindSpore does not have can be mentioned, but not called.
+MindSpore does not have can be mentioned, but not called. Methods are MindSpore's own; where it has none of that name,
+or one with other arguments, ``its(x).flip(0, 1)`` is the platform's function.
 """
 
+import functools
 import warnings
 from contextlib import contextmanager, nullcontext
 
@@ -38,6 +40,18 @@ if IS_TORCH:
         """The function of PyTorch that arrives at a distributed tensor under that name."""
         found = [getattr(room, name, None) for room in (F, torch, torch.special, torch.Tensor)]
         return next(one for one in found if callable(one) and get_platform().called(one).name == name)
+
+    def its(x):
+        """What has the methods of a tensor."""
+        return x
+
+    def detached(x):
+        """The tensor without its history."""
+        return x.detach()
+
+    def real(x):
+        """The real part."""
+        return x.real
 
     def gradients(function, leaves):
         """Those of a function's result, by the leaves; None where there is none."""
@@ -107,6 +121,23 @@ else:
     def function_called(name):
         return getattr(torch, name)
 
+    class its:  # noqa: N801 - it is called like a function
+        """A tensor with PyTorch's methods, each of them the platform's function of that name."""
+
+        def __init__(self, x):
+            self.x = x
+
+        def __getattr__(self, name):
+            return functools.partial(getattr(torch, name), self.x)
+
+    def detached(x):
+        """The tensor without its history."""
+        return mindspore.ops.stop_gradient(x)
+
+    def real(x):
+        """The real part."""
+        return get_platform().operator("real")(x)
+
     def gradients(function, leaves):
         """Those of a function's result, by the leaves; None where there is none."""
         wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
@@ -171,8 +202,11 @@ __all__ = [
     "IS_TORCH",
     "AbsentOperatorError",
     "F",
+    "detached",
     "function_called",
     "gradients",
+    "its",
+    "real",
     "same",
     "torch",
     "unruled_is_an_error",

@@ -6,6 +6,7 @@ what is so.
 """
 
 import functools
+import itertools
 import re
 import warnings
 from dataclasses import dataclass
@@ -24,18 +25,18 @@ from hyper_parallel.platform import get_platform
 
 EVERY = [*CASES, *COMPOSITES, *(case for cases in BY_NAME.values() for case in cases)]
 PAGE = Path(__file__).resolve().parents[2] / "docs/mindspore-operators.md"
-RULE, SEVERAL = "rule", "several"  # runs: as one operator that has a rule, or otherwise
-KERNEL, ABSENT, GRADIENT, ARGUMENTS = "no CPU kernel", "no operator", "no gradient", "other arguments"
+RULE, SEVERAL = "rule", "several"  # runs: as one operator whose rule is checked by every choice, or otherwise
+KERNEL, ABSENT, ARGUMENTS = "no CPU kernel", "no operator", "other arguments"
 DEADLY = "ends the process"
 UNHELD = "does not hold"  # runs, but what the tests compare is not the same
-LEFT_OUT = (KERNEL, ABSENT, GRADIENT, ARGUMENTS, DEADLY, UNHELD)
-
-# MindSpore's own scatter of two dims is wrong after one of three: the plain call is no truth to compare with.
-AFTER_OTHERS = {"scatter", "scatter a number"}
+LEFT_OUT = (KERNEL, ABSENT, ARGUMENTS, DEADLY, UNHELD)
+VALUES_ALONE = ", values alone"  # MindSpore has no gradient of it
 
 _WITHOUT_KERNEL = re.compile(
     r"kernel (\w+) unregistered|Not found op (\w+) on device CPU|'?(\w+)'? (?:is not supported on this|only supports A)"
-    r"|Kernel select failed|Not implement exception|For primitive\[(\w+)\].*(?:must be a type of|supports types)",
+    r"|Kernel select failed|kernelmod for op (\w+) failed|supports? Ascend only|Not implement exception"
+    r"|MindSpore has [^;]* on this device, not"
+    r"|For primitive\[(\w+)\].*(?:must be a type of|supports types)",
     re.DOTALL,
 )
 
@@ -46,12 +47,16 @@ class UnsetGradientError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case goes. ``sizes``: those that the plain call takes; ``dtype``: in which; ``why`` it does not go."""
+    """How a case goes. ``sizes``: those that the plain call takes; ``dtype``: in which; ``why`` it does not go.
+
+    ``gradients``: whether the framework has them.
+    """
 
     kind: str
     sizes: tuple[str, ...] = ()
     dtype: str = "float64"
     why: str = ""
+    gradients: bool = True
 
     @property
     def runs(self):
@@ -67,16 +72,16 @@ def outcome(case, sizes_to_try=None, before=lambda sizes: None):
 
     ``before`` is told what is called next, in case that nothing comes after it.
     """
-    if case.name in AFTER_OTHERS:
-        return Outcome(UNHELD, why="wrong after a call of more dims")
     trouble = None
-    for dtype in ("float64", "float32"):
+    for dtype, with_gradients in itertools.product(("float64", "float32"), (True, False)):
+        if not (with_gradients or _is_about_gradients(trouble)):
+            continue
         taken = []
         for sizes in sizes_of(case) if sizes_to_try is None else sizes_to_try:
             before(sizes)
             try:
                 arrays = in_precision(draw(case, SIZES[sizes], np.random.default_rng(0)), dtype)
-                once, again = _call(case, arrays), _call(case, arrays)
+                once, again = _call(case, arrays, with_gradients), _call(case, arrays, with_gradients)
                 if case.sizes and not all(map(_is_equal, once, again)):
                     raise UnsetGradientError("the gradient differs from call to call")
                 taken.append(sizes)
@@ -84,17 +89,24 @@ def outcome(case, sizes_to_try=None, before=lambda sizes: None):
                 trouble = trouble or error
         if taken:
             arrays = in_precision(draw(case, SIZES[taken[0]], np.random.default_rng(0)), dtype)
-            return Outcome(RULE if _is_one_operator(case, arrays) else SEVERAL, tuple(taken), dtype)
+            kind = RULE if case not in COMPOSITES and _is_one_operator(case, arrays) else SEVERAL
+            return Outcome(kind, tuple(taken), dtype, gradients=with_gradients)
     return _why(trouble) if trouble is not None else Outcome(DEADLY)
 
 
-def _call(case, arrays):
-    def total(*leaves):
+def _call(case, arrays, with_gradients):
+    """The gradients of a plain call, or its results."""
+
+    def results(*leaves):
         found = case.call(*like(arrays, leaves))
-        found = flat(found if isinstance(found, (tuple, list)) else [found])
+        return flat(found if isinstance(found, (tuple, list)) else [found])
+
+    def total(*leaves):
+        found = results(*leaves)
         return weighted(found, [weight_of(y, np.random.default_rng(0)) for y in found])
 
-    return gradients(total, [leaf(array) for array in flat(arrays)])
+    leaves = [leaf(array) for array in flat(arrays)]
+    return gradients(total, leaves) if with_gradients else results(*leaves)
 
 
 def _is_equal(one, other):
@@ -120,15 +132,18 @@ def _is_one_operator(case, arrays):
     return len(seen) == 1 and seen[0] not in ("by itself", "by other operators", "on whole tensors")
 
 
+def _is_about_gradients(error):
+    told = str(error)
+    return isinstance(error, UnsetGradientError) or "bprop not defined" in told or "gradient not support" in told
+
+
 def _why(error):
     told = str(error)
     first = re.sub(r"-op\d+", "", " ".join(told.split("\n\n---", maxsplit=1)[0].split()))[:90].rstrip()
     if isinstance(error, AbsentOperatorError):
         return Outcome(ABSENT, why=told)
-    if isinstance(error, AttributeError):
+    if isinstance(error, AttributeError) or "unsupported operand type(s)" in told:
         return Outcome(ABSENT, why=first)
-    if isinstance(error, UnsetGradientError) or "bprop not defined" in told or "gradient not support" in told:
-        return Outcome(GRADIENT, why=first)
     if found := _WITHOUT_KERNEL.search(told):
         return Outcome(KERNEL, why=next((name for name in found.groups() if name), first))
     return Outcome(ARGUMENTS, why=first)
@@ -139,7 +154,8 @@ def _why(error):
 
 def row(case, found):
     """The line of a case on the page."""
-    told = f"{', '.join(found.sizes)} in {found.dtype}" if found.runs else found.why
+    sizes = f"{', '.join(found.sizes)} in {found.dtype}{'' if found.gradients else VALUES_ALONE}"
+    told = sizes if found.runs else found.why
     return f"| {_escaped(case.name)} | {found.kind} | {_escaped(told)} |"
 
 
@@ -154,8 +170,9 @@ def listed():
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip().replace("\\|", "|").replace("&lt;", "<") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 3 and cells[1] in (RULE, SEVERAL):
-            sizes, dtype = cells[2].rsplit(" in ", 1)
-            found[cells[0]] = Outcome(cells[1], tuple(sizes.split(", ")), dtype)
+            sizes, dtype = cells[2].removesuffix(VALUES_ALONE).rsplit(" in ", 1)
+            alone = cells[2].endswith(VALUES_ALONE)
+            found[cells[0]] = Outcome(cells[1], tuple(sizes.split(", ")), dtype, gradients=not alone)
         elif len(cells) == 3 and cells[1] in LEFT_OUT:
             found[cells[0]] = Outcome(cells[1], why=cells[2])
     return found

@@ -44,7 +44,8 @@ CHECKED = [(case, sizes) for case in RULED for sizes in sizes_of(case)]
     ("case", "sizes"), [pytest.param(case, sizes, id=f"{case.name}-{sizes}") for case, sizes in CHECKED]
 )
 def test_every_choice_gives_the_plain_results_and_gradients(case, sizes):
-    assert check(case, SIZES[sizes], known(case.name).dtype) > 0
+    how = known(case.name)
+    assert check(case, SIZES[sizes], how.dtype, gradients=how.gradients) > 0
 
 
 @pytest.mark.parametrize("case", RULED, ids=lambda case: case.name)

@@ -4,12 +4,12 @@
 What it says of the others is tried by all other tests of rules, which read it there.
 """
 
-from rules.outcomes import ABSENT, ARGUMENTS, EVERY, GRADIENT, KERNEL, known, listed, outcome, row
+from rules.outcomes import ABSENT, ARGUMENTS, EVERY, KERNEL, known, listed, outcome, row
 
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import run_ranks
 
-LEFT_OUT = [case for case in EVERY if known(case.name).kind in (KERNEL, ABSENT, GRADIENT, ARGUMENTS)]
+LEFT_OUT = [case for case in EVERY if known(case.name).kind in (KERNEL, ABSENT, ARGUMENTS)]
 
 
 def rows_on_a_rank():

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mindspore
-from mindspore import mint
+from mindspore import mint, ops
 
 from hyper_parallel.platform.agreement import dtype_name
 from hyper_parallel.platform.checks import (
@@ -77,6 +77,7 @@ class Differentiable(Collectives):
         check_tensor(call, data)
         dim = check_dim(call, "concat_dim", data, concat_dim)
         check_count(call, "concat_size", concat_size, resolved)
+        data = _without_gradient_of_integers(data)
         return _AllGather.apply(data, dim, tuple(check_sizes(call, data, dim, sizes, resolved)), resolved, self)
 
     def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
@@ -86,12 +87,13 @@ class Differentiable(Collectives):
         dim = check_dim(call, "axis", data, axis)
         check_count(call, "dev_num", dev_num, resolved)
         check_reducible(call, data, op)
+        data = _without_gradient_of_integers(data)
         return _ReduceScatter.apply(data, dim, tuple(chunk_sizes(data.shape[dim], dev_num)), op, resolved, self)
 
     def differentiable_all_to_all(self, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
         resolved = self._group("differentiable_all_to_all", group)
         check_tensor("differentiable_all_to_all", input_data)
-        return _AllToAll.apply(input_data, tuple(output_shape), resolved, self)
+        return _AllToAll.apply(_without_gradient_of_integers(input_data), tuple(output_shape), resolved, self)
 
     def differentiable_all_to_all_single(
         self,
@@ -126,7 +128,9 @@ class Differentiable(Collectives):
         resolved = self._group(call, group)
         check_tensor(call, x)
         inputs, outputs = check_all_to_all(call, x, input_splits, output_splits, resolved.size())
-        return _UnevenAllToAll.apply(x, tuple(inputs), tuple(outputs), resolved, self, call)
+        return _UnevenAllToAll.apply(
+            _without_gradient_of_integers(x), tuple(inputs), tuple(outputs), resolved, self, call
+        )
 
     def differentiable_async_a2a_launch(
         self,
@@ -227,6 +231,11 @@ class Differentiable(Collectives):
             pieces = [data[start : start + length] for start in range(0, len(data), length)]
             self._write(output, reduced(pieces, op, output))
         return output
+
+
+def _without_gradient_of_integers(x: Any) -> Any:
+    """MindSpore would send one through them, on the ranks that have elements: backward would not be everybody's."""
+    return x if x.is_floating_point() or x.is_complex() else ops.stop_gradient(x)
 
 
 class _Box:

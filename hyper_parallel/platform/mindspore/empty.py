@@ -140,18 +140,27 @@ FINE = frozenset(
 )
 
 
+# Their results owe nothing to what the operand holds: nobody's backward leads through them.
+_CONSTANT = frozenset(
+    """
+    FullLike OnesLike OnesLikeExt RandLikeExt RandnLike StopGradient ZerosLike ZerosLikeExt detach empty_like full_like
+    ones_like rand_like randn_like stop_gradient zeros_like
+    """.split()  # noqa: SIM905 - like the one above
+)
+
+
 def run(name: str, usual: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool) -> Any:
     """What an operator gives, whether its operands and results have elements or not."""
     given = (*args, *kwargs.values()) if kwargs else args
     is_empty = has_empty(given)
     if is_empty and name in ON_EMPTY:
-        return _settled(ON_EMPTY[name](*args, **kwargs), given)
+        return _settled(name, ON_EMPTY[name](*args, **kwargs), given)
     if is_fine or not is_empty:
         found = usual(*args, **kwargs)
-        return _settled(found, given) if _lacks_elements(found) else found
+        return _settled(name, found, given) if _lacks_elements(found) else found
     with DeviceCtx("meta"):
         found = usual(*tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs)))
-    return _settled(tree_map(lambda value: _off_meta(name, value), found), given)
+    return _settled(name, tree_map(lambda value: _off_meta(name, value), found), given)
 
 
 def _lacks_elements(found: Any) -> bool:
@@ -177,7 +186,7 @@ def tied(result: Any, operands: Sequence[Any]) -> Any:
     return _Tied.apply(result, *operands) if operands and _has_gradient(result) else result
 
 
-def _settled(found: Any, args: Sequence[Any]) -> Any:
+def _settled(name: str, found: Any, args: Sequence[Any]) -> Any:
     """The results, of which the operands get zeros as gradients wherever they are empty or owe nothing to them."""
     operands = [x for x in leaves(tuple(args)) if isinstance(x, Tensor)]
     kind = next((type(x) for x in operands if hasattr(x, "_plain")), None)  # one that is told of operators
@@ -186,7 +195,8 @@ def _settled(found: Any, args: Sequence[Any]) -> Any:
         if not isinstance(value, Tensor):
             return value
         plain = getattr(value, "_plain", value)
-        made = tied(filled(value.shape, 0, value.dtype) if 0 in value.shape else plain, operands)
+        made = filled(value.shape, 0, value.dtype) if 0 in value.shape else plain
+        made = made if name in _CONSTANT else tied(made, operands)
         return made if kind is None else kind(made)
 
     return tree_map(settle, found)

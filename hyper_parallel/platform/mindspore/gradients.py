@@ -52,7 +52,9 @@ class Gradients(Platform):
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def is_recorded(self, tensor: Any) -> bool:
-        return private.requires_grad(tensor) and bool(private.executor().requires_grad())
+        # Integers have no gradient, though MindSpore would send one through them, where they have elements.
+        is_wanted = private.requires_grad(tensor) and bool(private.executor().requires_grad())
+        return is_wanted and bool(tensor.is_floating_point() or tensor.is_complex())
 
     def call_where_empty(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None

@@ -304,6 +304,7 @@ _SAME_AS = {
     "moveaxis": "movedim",
     "multiply": "mul",
     "negative": "neg",
+    "pinverse": "pinv",
     "psi": "digamma",
     "subtract": "sub",
     "swapaxes": "transpose",

@@ -44,8 +44,37 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _changed(name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    known = NAMES[name][0] if name in NAMES else name.lower()
+    known = _IN_PLACE.get(name) or (NAMES[name][0] if name in NAMES else name.lower())
+    if known in _FILLING:
+        return by_rule(known, target, *args[: _FILLING[known]])  # after them come what MindSpore draws from
+    try:
+        function(known)
+    except AttributeError:
+        raise NotImplementedError(
+            coded("HP313", f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it")
+        ) from None
     return target.copy_(by_rule(known, target, *args, **kwargs))
+
+
+# What the rules call an operator in place, where that is not the name of the one that makes a new tensor.
+_IN_PLACE = {
+    "AddsExt": "add",
+    "BernoulliScalar": "bernoulli_",
+    "Exponential": "exponential_",
+    "FillScalar": "fill",
+    "FillTensor": "fill",
+    "FloorDivide": "floor_divide",
+    "FloorDivides": "floor_divide",
+    "IndexCopy": "index_copy",
+    "IndexPut": "index_put",
+    "Normal": "normal_",
+    "Random": "random_",
+    "ScatterAdd": "scatter_add",
+    "Uniform": "uniform_",
+    "Zero": "zeros_like",
+}
+# Those that draw numbers, and how many arguments say which.
+_FILLING = {"bernoulli_": 1, "exponential_": 1, "normal_": 2, "random_": 2, "uniform_": 2}
 
 
 # --- products
@@ -130,12 +159,23 @@ def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
     return by_rule("index_fill", input, int(dim), index, value)
 
 
+def _into(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator that puts into its target what another makes of it."""
+    return lambda target, *args: target.copy_(make(target, *args))
+
+
 def _searchsorted(sorted_sequence: Any, values: Any, sorter: Any, dtype: Any, right: bool) -> Any:
     is_short = dtype == mindspore.int32
     return by_rule("searchsorted", sorted_sequence, values, out_int32=is_short, right=right, sorter=sorter)
 
 
 # --- reductions
+
+
+def _cumsum(input: Any, axis: Any = None, dtype: Any = None) -> Any:
+    """It is the sums that get the dtype, as of plain tensors."""
+    found = by_rule("cumsum", input, axis)
+    return found if dtype is None else found.astype(dtype)
 
 
 def _reduced(name: str, parameters: str = "axis keep_dims") -> Callable[..., Any]:
@@ -417,11 +457,12 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "ReduceStd": _deviation,
     "CumSum": _running("cumsum"),
     "CumProd": _running("cumprod"),
-    "DeprecatedCumsum": lambda input, axis=None, dtype=None: by_rule("cumsum", input, axis, dtype=dtype),
+    "DeprecatedCumsum": _cumsum,
     "DeprecatedSort": lambda input, axis=-1, descending=False: _ordered("sort")(input, axis, descending),
     "SortExt": _ordered("sort"),
     "ArgSort": lambda *args, **kwargs: by_rule("argsort", *args, **kwargs).astype(mindspore.int32),
-    "InplaceExponential": lambda target, *args, **kwargs: by_rule("exponential_", target, *args[:1], **kwargs),
+    **dict.fromkeys(("InplaceIndexFillScalar", "InplaceIndexFillTensor"), _into(_index_fill)),
+    **dict.fromkeys((f"InplaceScatter{by}" for by in ("Src", "SrcReduce", "Value", "ValueReduce")), _into(_scatter)),
     "TopK": lambda input, k: _ordered("topk")(input, k, -1),
     "TopkExt": _ordered("topk"),
     "LayerNorm": _layer_norm,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of differences and distances, and of views that are copied."""
 
-from rules.framework import F, torch
+from rules.framework import F, detached, its, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -14,9 +14,9 @@ def op(name, call, shapes, shards=None, carries=None, sizes=("uneven", "empty"),
 
 CASES = [
     op("diff", torch.diff, "abc", R2, 2, ALL),
-    op("diff, again", lambda x: x.diff(2, 0), "ab", R1, 2),
-    op("diff of ints", lambda x: x.diff(dim=1), "ab", R1, 0, ints={0: 9}),
-    op("diff of bools", lambda x: x.diff(dim=0), "ab", R1, 0, bools=(0,)),
+    op("diff, again", lambda x: its(x).diff(2, 0), "ab", R1, 2),
+    op("diff of ints", lambda x: its(x).diff(dim=1), "ab", R1, 0, ints={0: 9}),
+    op("diff of bools", lambda x: its(x).diff(dim=0), "ab", R1, 0, bools=(0,)),
     op("trapezoid", torch.trapezoid, "abc", R2, 2, ALL),
     op("trapezoid of a width", lambda y: torch.trapz(y, dx=0.3, dim=0), "ab", R1, 2),
     op("trapezoid of places", lambda y, x: torch.trapezoid(y, x, dim=1), "abc b", R2, 4),
@@ -38,7 +38,7 @@ CASES = [
 
 def changed(copy, x):
     """What is copied, and the tensor after a change of the copy."""
-    x = x.detach().clone()
+    x = its(detached(x)).clone()
     copies = copy(x)
     for one in copies if isinstance(copies, tuple) else [copies]:
         one.zero_()
@@ -70,12 +70,12 @@ COMPOSITES = [
     op("slice of aten", lambda x: torch.ops.aten.slice.Tensor(x, 1, 1, None), "abc"),
     op("slice of aten, from the end", lambda x: torch.ops.aten.slice.Tensor(x, -1, -2, 999, 2), "abc"),
     op("diff, more before", lambda x, y: torch.diff(x, dim=0, prepend=y), "ab 1b"),
-    op("diff, more on both sides", lambda x, y, z: x.diff(2, -1, y, append=z), "ab a2 a1"),
+    op("diff, more on both sides", lambda x, y, z: its(x).diff(2, -1, y, append=z), "ab a2 a1"),
     op("diff of no step", lambda x, y: torch.diff(x, n=0, prepend=y), "ab a2"),
     op("gradient", torch.gradient, "ab", sizes=("even", "uneven")),
     op("gradient of one dim", lambda x: torch.gradient(x, dim=-1, spacing=0.5), "ab"),
     op("gradient of some dims", lambda x: torch.gradient(x, spacing=[2.0, 3.0], dim=(0, 2), edge_order=2), "5b3"),
-    op("gradient of places", lambda x, p: torch.gradient(x, spacing=(p.detach(),), dim=1), "ab b", positive=(1,)),
+    op("gradient of places", lambda x, p: torch.gradient(x, spacing=(detached(p),), dim=1), "ab b", positive=(1,)),
     op("unravel_index", lambda x: torch.unravel_index(x, (3, 4)), "ab", ints={0: 12}),
     op("unravel_index of one dim", lambda x: torch.unravel_index(x, (7,)), "b", ints={0: 7}),
     op("sum_to_size", lambda x: x.sum_to_size(1, x.shape[2]), "abc"),

@@ -4,7 +4,7 @@
 import functools
 import warnings
 
-from rules.framework import torch
+from rules.framework import detached, its, torch
 from rules.operators import OpCase
 
 linalg = torch.linalg
@@ -67,7 +67,7 @@ CASES = [
     op("lu_factor_ex", linalg.lu_factor_ex, "a33", R1, 0),
     op("pinv", linalg.pinv, "a34", R1, 0),
     op("pinv, cut off", lambda x: linalg.pinv(x, rtol=0.01), "a43", R1, 0),
-    op("pinverse", lambda x: x.pinverse(), "a34", R1, 0),
+    op("pinverse", lambda x: its(x).pinverse(), "a34", R1, 0),
     op("matrix_rank", linalg.matrix_rank, "a34", R1, 0),
     op("matrix_rank, cut off", lambda x: linalg.matrix_rank(x, 0.5), "a33", R1, 0),
     op("solve", linalg.solve, "a33 a3b", R1 + " n", 2, ALL),
@@ -107,29 +107,29 @@ CASES = [
 
 def positive_definite(x):
     """Symmetric matrices with eigenvalues above one."""
-    return x @ x.mT + torch.ones_like(x[..., 0]).diag_embed()
+    return x @ x.mT + torch.diag_embed(torch.ones_like(x[..., 0]))
 
 
 COMPOSITES = [
-    op("vander", lambda x: torch.vander(x.detach(), increasing=True), "b"),
-    op("vander of torch, few", lambda x: torch.vander(x.detach(), 3), "b"),
-    op("cond of a norm", lambda x: linalg.cond(x.detach(), "fro"), "a33"),
-    op("pinv, cut off for each", lambda x, t: linalg.pinv(x, atol=t.detach()), "a33 a", positive=(1,)),
+    op("vander", lambda x: torch.vander(detached(x), increasing=True), "b"),
+    op("vander of torch, few", lambda x: torch.vander(detached(x), 3), "b"),
+    op("cond of a norm", lambda x: linalg.cond(detached(x), "fro"), "a33"),
+    op("pinv, cut off for each", lambda x, t: linalg.pinv(x, atol=detached(t)), "a33 a", positive=(1,)),
     op("matrix_rank, cut off for each", lambda x, t: linalg.matrix_rank(x, t, hermitian=True), "a33 a", positive=(1,)),
     op("cholesky of matrices", lambda x: linalg.cholesky(positive_definite(x)), "a33"),
     op("cholesky_ex of matrices", lambda x: linalg.cholesky_ex(positive_definite(x)), "a33"),
     op("cholesky_inverse of matrices", lambda x: torch.cholesky_inverse(linalg.cholesky(positive_definite(x))), "a33"),
-    op("logdet of matrices", lambda x: positive_definite(x).logdet(), "a33"),
-    op("ldl_factor", lambda x: linalg.ldl_factor(positive_definite(x).detach()), "a33"),
+    op("logdet of matrices", lambda x: torch.logdet(positive_definite(x)), "a33"),
+    op("ldl_factor", lambda x: linalg.ldl_factor(detached(positive_definite(x))), "a33"),
     op(
         "ldl_solve",
-        lambda x, b: linalg.ldl_solve(*linalg.ldl_factor(positive_definite(x).detach()), b.detach()),
+        lambda x, b: linalg.ldl_solve(*linalg.ldl_factor(detached(positive_definite(x))), detached(b)),
         "a33 a3b",
     ),
     op("eig, absolute", lambda x: linalg.eig(x)[0].abs().sum(-1), "a33"),
     op("eigvals, absolute", lambda x: linalg.eigvals(x).abs().sum(-1), "a33"),
-    op("svd, full", lambda x: linalg.svd(x.detach()), "a34"),
-    op("svd of torch, full", lambda x: x.detach().svd(some=False), "a43"),
+    op("svd, full", lambda x: linalg.svd(detached(x)), "a34"),
+    op("svd of torch, full", lambda x: its(detached(x)).svd(some=False), "a43"),
     op("svd of torch, values", lambda x: x.svd(compute_uv=False)[1], "a43"),
     op("lu of torch", old(torch.lu), "a33"),
     op("lu of torch with how it went", old(lambda x: x.lu(get_infos=True)), "a33"),
@@ -139,14 +139,14 @@ COMPOSITES = [
     op("lu_solve of torch", old(lambda x, b: b.lu_solve(*linalg.lu_factor(x))), "33 3b"),
     op("solve for what may look like vectors", linalg.solve, "422 22"),
     op("solve for what may look like vectors, left", lambda a, b: linalg.solve(a, b, left=False), "a33 73"),
-    op("geqrf", lambda x: torch.geqrf(x.detach()), "a43"),
-    op("ormqr", lambda x, c: torch.ormqr(*torch.geqrf(x.detach()), c.detach()), "a43 a4b"),
+    op("geqrf", lambda x: torch.geqrf(detached(x)), "a43"),
+    op("ormqr", lambda x, c: torch.ormqr(*torch.geqrf(detached(x)), detached(c)), "a43 a4b"),
     op(
         "ormqr from the right",
-        lambda x, c: torch.ormqr(*torch.geqrf(x.detach()), c.detach(), left=False, transpose=True),
+        lambda x, c: torch.ormqr(*torch.geqrf(detached(x)), detached(c), left=False, transpose=True),
         "a43 ab4",
     ),
-    op("orgqr", lambda x: torch.orgqr(*torch.geqrf(x.detach())), "a43"),
+    op("orgqr", lambda x: torch.orgqr(*torch.geqrf(detached(x))), "a43"),
     op("cross of the first three", old(torch.cross), "63 63"),
     op("cross of the first three among many", old(torch.cross), "a3b a3b"),
     op("tensorinv", linalg.tensorinv, "2332"),
@@ -162,7 +162,7 @@ COMPOSITES = [
     op("cov of one row", lambda x: x.cov(correction=0), "b"),
     op("cov, weighted", lambda x, f, w: x.cov(fweights=f + 1, aweights=w), "5b b b", ints={1: 4}, positive=(2,)),
     op("cov of how often", lambda x, f: torch.cov(x, fweights=f + 1), "5b b", ints={1: 4}),
-    op("cov of integers", lambda x: torch.cov(x).double().round(decimals=3), "ab", ints={0: 9}, sizes=("uneven",)),
+    op("cov of integers", lambda x: its(torch.cov(x).double()).round(decimals=3), "ab", ints={0: 9}, sizes=("uneven",)),
     op("corrcoef", torch.corrcoef, "ab", sizes=("even", "uneven")),
     op("corrcoef of one row", torch.corrcoef, "b"),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that read tables by indices."""
 
-from rules.framework import F, torch
+from rules.framework import F, its, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -34,7 +34,7 @@ COMPOSITES = [
     op("take", torch.take, "ab c3", ints={1: 9}),
     op("take from the end", lambda x, i: x.take(i - 4), "ab c", ints={1: 4}),
     op("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), "ab a3", ints={1: "b"}),
-    op("take_along_dim, stretched", lambda x, i: x.take_along_dim(i, dim=-1), "ab 14", ints={1: "b"}),
+    op("take_along_dim, stretched", lambda x, i: its(x).take_along_dim(i, dim=-1), "ab 14", ints={1: "b"}),
     op("take_along_dim of all", torch.take_along_dim, "ab c", ints={1: 9}),
     op("take_along_dim from the end", lambda x, i: torch.take_along_dim(x, i - 5, 1), "ab a3", ints={1: 5}),
 ]

@@ -4,7 +4,7 @@
 import warnings
 from functools import partial
 
-from rules.framework import F, torch
+from rules.framework import F, detached, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -29,11 +29,11 @@ def kl_div(x, y, **more):
 
 def bce(x, y, w=None, **more):
     """Of operands above zero, probabilities must be below one."""
-    return F.binary_cross_entropy(x / 3, y / 3, w if w is None else w.detach(), **more)
+    return F.binary_cross_entropy(x / 3, y / 3, w if w is None else detached(w), **more)
 
 
 def logits(x, y, w, p):
-    return F.binary_cross_entropy_with_logits(x, y, w.detach(), pos_weight=p.detach())
+    return F.binary_cross_entropy_with_logits(x, y, detached(w), pos_weight=detached(p))
 
 
 def classes(x, y, w=None, **more):
@@ -100,10 +100,10 @@ COMPOSITES = [
     op("logits, weights", logits, "ab ab a1 b", positive=(2, 3)),
     op("kl_div, mean", kl_div, "ab ab", positive=(1,)),
     op("kl_div, batchmean", lambda x, y: kl_div(x, y, reduction="batchmean"), "ab ab", positive=(1,)),
-    op("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach()), "ab ab"),
+    op("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, detached(y)), "ab ab"),
     op(
         "multi_margin_loss, weights",
-        lambda x, y, w: F.multi_margin_loss(x, y, weight=w.detach()),
+        lambda x, y, w: F.multi_margin_loss(x, y, weight=detached(w)),
         "ab a b",
         ints={1: "b"},
     ),
@@ -114,7 +114,7 @@ COMPOSITES = [
     op("cross_entropy, all ignored", lambda x, y: classes(x, y, ignore_index=0), "bc b", ints={1: 1}),
     op(
         "cross_entropy, weights",
-        lambda x, y, w: classes(x, y, w.detach(), **IGNORED),
+        lambda x, y, w: classes(x, y, detached(w), **IGNORED),
         "bca ba c",
         ints={1: "c"},
         positive=(2,),
@@ -122,7 +122,7 @@ COMPOSITES = [
     *[
         op(
             f"cross_entropy, smooth, {kind}",
-            lambda x, y, w, kind=kind: classes(x, y, w.detach(), reduction=kind, label_smoothing=0.2, **IGNORED),
+            lambda x, y, w, kind=kind: classes(x, y, detached(w), reduction=kind, label_smoothing=0.2, **IGNORED),
             "bca ba c",
             ints={1: "c"},
             positive=(2,),
@@ -131,16 +131,16 @@ COMPOSITES = [
     ],
     op(
         "cross_entropy of shares, smooth",
-        lambda x, y, w: classes(x, y, w.detach(), label_smoothing=0.2),
+        lambda x, y, w: classes(x, y, detached(w), label_smoothing=0.2),
         "bca bca c",
         positive=(2,),
     ),
     op("nll_loss", F.nll_loss, "bc b", ints={1: "c"}),
     op("nll_loss, ignored", lambda x, y: F.nll_loss(x, y, **IGNORED), "bca ba", ints={1: "c"}),
-    op("nll_loss, weights", lambda x, y, w: F.nll_loss(x, y, w.detach()), "bc b c", ints={1: "c"}, positive=(2,)),
+    op("nll_loss, weights", lambda x, y, w: F.nll_loss(x, y, detached(w)), "bc b c", ints={1: "c"}, positive=(2,)),
     op(
         "nll_loss, weights, sum",
-        lambda x, y, w: F.nll_loss(x, y, w.detach(), reduction="sum", **IGNORED),
+        lambda x, y, w: F.nll_loss(x, y, detached(w), reduction="sum", **IGNORED),
         "bca ba c",
         ints={1: "c"},
         positive=(2,),

@@ -13,7 +13,7 @@ INTEGERS = {  # of which there are no floating ones, or no gradient
     "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift",
     "__rlshift__", "__rrshift__", "floor_divide", "rfloordiv", "gcd", "lcm", "zeta", "heaviside",
 }  # fmt: skip
-ARGUMENTS = {"mvlgamma": (2,), "multigammaln": (2,), "threshold": (0.5, 2.0)}
+ARGUMENTS = {"mvlgamma": (1,), "multigammaln": (2,), "threshold": (0.5, 2.0)}
 SPELLED = {
     "_threshold": lambda x: F.threshold(x, 0.5, 2.0),
     "log_sigmoid": F.logsigmoid,

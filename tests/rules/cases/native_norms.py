@@ -3,7 +3,7 @@
 
 import math
 
-from rules.framework import torch
+from rules.framework import detached, its, torch
 from rules.operators import OpCase
 
 R2 = "...[-2] ...[-1]"
@@ -25,7 +25,7 @@ def updated(norm):
     """The results and what becomes of the running statistics."""
 
     def call(x, w, v, mean, var):
-        mean, var = mean.detach().clone(), var.detach().clone()
+        mean, var = its(detached(mean)).clone(), its(detached(var)).clone()
         return *norm(x, w, v, mean, var), mean, var
 
     return call

@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from rules.framework import F, torch
+from rules.framework import F, detached, its, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -18,12 +18,12 @@ def last(function, count=1):
 
 
 def evaluated(x, mean, var, *more, norm=F.batch_norm, **how):
-    return norm(x, mean.detach(), var.detach(), *more, **how)
+    return norm(x, detached(mean), detached(var), *more, **how)
 
 
 def trained(x, *more, norm=F.batch_norm, **how):
     """The result and what becomes of the running statistics."""
-    mean, var = (running.detach().clone() for running in more[:2])
+    mean, var = (its(detached(running)).clone() for running in more[:2])
     return norm(x, mean, var, *more[2:], **how), mean, var
 
 

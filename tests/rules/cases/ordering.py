@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that put in order and that count."""
 
-from rules.framework import torch
+from rules.framework import detached, its, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -16,7 +16,7 @@ CASES = [
     op("sort", torch.sort, "abc", R2, 0),
     op("sort, descending", lambda x: x.sort(1, True), "abc", R2, 0),
     op("sort, stable", lambda x: torch.sort(x, stable=True, dim=0), "ab", R1, 0, ints={0: 3}),
-    op("sort of a scalar", lambda x: x.sort(), ".", "", 0),
+    op("sort of a scalar", lambda x: its(x).sort(), ".", "", 0),
     op("sort of aten", lambda x: torch.ops.aten.sort.default(x, 0, True), "ab", R1, 0),
     op("argsort", lambda x: x.argsort(dim=0), "ab", R1, 0),
     op("argsort, stable", lambda x: torch.argsort(x, dim=-1, descending=True, stable=True), "ab", R1, 0, ints={0: 3}),
@@ -24,8 +24,8 @@ CASES = [
     op("msort of a scalar", torch.msort, ".", "", 0),
     op("topk", lambda x: x.topk(2), "ab", R1, 0),
     op("topk, smallest", lambda x: torch.topk(x, k=1, dim=0, largest=False, sorted=True), "cab", R2, 0),
-    op("topk of none", lambda x: x.topk(0, 1), "abc", R2, 0),
-    op("topk of a scalar", lambda x: x.topk(1), ".", "", 0),
+    op("topk of none", lambda x: its(x).topk(0, 1), "abc", R2, 0),
+    op("topk of a scalar", lambda x: its(x).topk(1), ".", "", 0),
 ]
 
 
@@ -49,14 +49,14 @@ COMPOSITES = [
     op("topk of what is no number", lambda x: spread(x).topk(1, 0)[0], "ca", ints={0: 5}),
     op("topk of no number, smallest", lambda x: spread(x).topk(2, 0, largest=False)[0], "8a", ints={0: 5}),
     op("topk, not in order", lambda x: x.topk(2, 0, sorted=False)[0].sort(0)[0], "8b"),
-    op("histc", lambda x: torch.histc(x.detach(), 5), "ab"),
-    op("histc between", lambda x: x.detach().histc(bins=4, min=-1, max=1.5), "abc"),
-    op("histc of what is alike", lambda x: (x.detach() * 0 + 2).histc(4), "ab"),
+    op("histc", lambda x: torch.histc(detached(x), 5), "ab"),
+    op("histc between", lambda x: detached(x).histc(bins=4, min=-1, max=1.5), "abc"),
+    op("histc of what is alike", lambda x: (detached(x) * 0 + 2).histc(4), "ab"),
     op("bincount", torch.bincount, "a", ints={0: 5}),
     op("bincount, longer", lambda x: x.bincount(minlength=9), "b", ints={0: 5}),
-    op("bincount, weighted", lambda x, w: torch.bincount(x, w.detach(), 3), "b b", ints={0: 4}),
-    op("histogram", lambda x: torch.histogram(x.detach(), 4), "ab"),
-    op("histogram in a range", lambda x: x.detach().histogram(3, range=(-1.0, 1.0)).hist, "abc"),
-    op("histogram, weighted", lambda x, w: torch.histogram(x.detach(), 4, weight=w.detach(), density=True), "ab ab"),
-    op("histogram with edges", lambda x, e: torch.histogram(x.detach(), e.detach().sort()[0]), "ab 4"),
+    op("bincount, weighted", lambda x, w: torch.bincount(x, detached(w), 3), "b b", ints={0: 4}),
+    op("histogram", lambda x: torch.histogram(detached(x), 4), "ab"),
+    op("histogram in a range", lambda x: detached(x).histogram(3, range=(-1.0, 1.0)).hist, "abc"),
+    op("histogram, weighted", lambda x, w: torch.histogram(detached(x), 4, weight=detached(w), density=True), "ab ab"),
+    op("histogram with edges", lambda x, e: torch.histogram(detached(x), detached(e).sort()[0]), "ab 4"),
 ]

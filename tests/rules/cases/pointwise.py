@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of pointwise operators: what is linear, what broadcasts, what arguments do. test_pointwise.py has all names."""
 
-from rules.framework import F, torch
+from rules.framework import IS_TORCH, F, its, real, torch
 from rules.operators import OpCase
+
+from hyper_parallel import DTensor
 
 R2, R3 = "...[-2] ...[-1]", "...[-3] ...[-2] ...[-1]"
 
@@ -17,14 +19,14 @@ CASES = [
     op("silu of a scalar", F.silu, ".", ""),
     op("neg", lambda x: -x, "ab", carries=2),
     op("positive", lambda x: +x, "ab", carries=5),
-    op("real", lambda x: x.real, "ab", carries=2),
+    op("real", real, "ab", carries=2),
     op("conj", torch.conj, "ab", carries=5),
     op("deg2rad", torch.deg2rad, "ab", carries=2),
-    op("round to decimals", lambda x: x.round(decimals=1), "ab"),
+    op("round to decimals", lambda x: its(x).round(decimals=1), "ab"),
     op("frexp", torch.frexp, "ab"),
     op("glu", lambda x: F.glu(x, 1), "a6b"),
     op("polygamma", lambda x: torch.polygamma(1, x), "ab", positive=(0,)),
-    op("polygamma as a method", lambda x: x.polygamma(2), "ab", positive=(0,)),
+    op("polygamma as a method", lambda x: its(x).polygamma(2), "ab", positive=(0,)),
     # two
     op("add", torch.add, "ab ab", carries=2, sizes=("even", "uneven", "empty")),
     op("add, scaled", lambda x, y: torch.add(x, y, alpha=3), "ab b", carries=2),
@@ -63,7 +65,7 @@ CASES = [
     op("clip between tensors", lambda x, low, high: x.clip(low, high), "ab b a1"),
     op("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "ab b a1", carries=4),
     op("addcmul by a tensor", lambda x, y, z, v: x.addcmul(y, z, value=v), "ab b a1 .", carries=4, ints={3: 4}),
-    op("addcdiv", lambda x, y, z: x.addcdiv(y, z), "ab b a1", carries=2),
+    op("addcdiv", lambda x, y, z: its(x).addcdiv(y, z), "ab b a1", carries=2),
     op("lerp", torch.lerp, "ab ab b", carries=2),
     op("lerp by a number", lambda x, y: x.lerp(y, 0.3), "ab b", carries=2),
     op("where", torch.where, "ab b ab", carries=2, bools=(0,)),
@@ -90,8 +92,10 @@ def filled(change):
 
     def call(x, *others):
         target = x * 1
-        assert change(target, *others) is target
-        return target * 3
+        found = change(target, *others)
+        if IS_TORCH or isinstance(target, DTensor):  # MindSpore's own changes nothing, in silence, but gives the result
+            assert found is target
+        return found * 3
 
     return call
 
@@ -106,7 +110,7 @@ COMPOSITES = [
     op("cpu", lambda x: x.cpu().double().type(torch.float64), "ab"),
     op("to as another", lambda x, y: x.to(y), "ab c"),
     op("type_as", lambda x, y: x.type_as(y), "ab c"),
-    op("down and up", lambda x: x.to(torch.complex128).real.to(torch.float64), "ab"),
+    op("down and up", lambda x: real(x.to(torch.complex128)).to(torch.float64), "ab"),
     op("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x) * 1j), "ab2"),
     op("complex", lambda x, y: torch.view_as_real(torch.complex(x, y)), "ab b"),
     op("polar", lambda x, y: torch.view_as_real(torch.polar(x, y)), "ab b", positive=(0,)),

@@ -7,8 +7,8 @@ from rules.operators import OpCase
 R2 = "...[-2] ...[-1]"
 
 
-def op(name, call, shapes, shards, carries):
-    return OpCase(name, call, shapes, shards, carries, sizes=())
+def op(name, call, shapes, shards, carries, **more):
+    return OpCase(name, call, shapes, shards, carries, sizes=(), **more)
 
 
 CASES = [
@@ -23,7 +23,7 @@ CASES = [
     op("feature_alpha_dropout", lambda x: F.feature_alpha_dropout(x, training=True), "abc", "d0 d1", 0),
     op("rrelu", lambda x: F.rrelu(x, training=True), "ab", R2, 0),
     op("bernoulli", torch.bernoulli, "ab", R2, 0),
-    op("poisson", torch.poisson, "ab", R2, 0),
+    op("poisson", torch.poisson, "ab", R2, 0, positive=(0,)),
 ]
 
 COMPOSITES = [

@@ -3,7 +3,7 @@
 
 from math import inf
 
-from rules.framework import IS_TORCH, torch
+from rules.framework import IS_TORCH, detached, its, torch
 from rules.operators import OpCase
 
 R1, R2 = "...[-1]", "...[-2] ...[-1]"
@@ -34,13 +34,13 @@ CASES = [
     op("nansum", lambda x: x.nansum(1), "ab", R1 + " {dim}", 0),
     op("count_nonzero", lambda x: torch.count_nonzero(x, (0, 1)), "abc", TWO, 0, ints={0: 2}),
     op("count_nonzero of all", torch.count_nonzero, "ab", ALL_DIMS, 0, bools=(0,)),
-    op("nanmean", lambda x: x.nanmean(1, keepdim=True), "abc", R2, 0),
+    op("nanmean", lambda x: its(x).nanmean(1, keepdim=True), "abc", R2, 0),
     op("amax", lambda x: x.amax(1), "abc", R2, 0, ALL),
     op("amax of all", torch.amax, "ab", "", 0),
-    op("amax over two", lambda x: x.amax((0, -1), keepdim=True), "abc", R1, 0),
+    op("amax over two", lambda x: its(x).amax((0, -1), keepdim=True), "abc", R1, 0),
     op("amax of ints", lambda x: x.amax(0), "ab", R1, 0, ints={0: 9}),
     op("amin", lambda x: x.amin(0, True), "ab", R1, 0),
-    op("amin of bools", lambda x: x.amin(1), "ab", R1, 0, bools=(0,)),
+    op("amin of bools", lambda x: its(x).amin(1), "ab", R1, 0, bools=(0,)),
     op("aminmax", torch.aminmax, "ab", "", 0),
     op("aminmax over a dim", lambda x: torch.aminmax(x, dim=1, keepdim=True), "ab", R1, 0),
     op("max of all", torch.max, "ab", "", 0),
@@ -62,8 +62,8 @@ CASES = [
     op("logsumexp", lambda x: x.logsumexp(1), "abc", R2, 0),
     op("logsumexp over two", lambda x: torch.logsumexp(x, (0, 2), keepdim=True), "abc", R1, 0),
     op("var", torch.var, "ab", "", 0),
-    op("var over a dim", lambda x: x.var(1, unbiased=False, keepdim=True), "abc", R2, 0),
-    op("var of the population", lambda x: x.var(False), "ab", "", 0),
+    op("var over a dim", lambda x: its(x).var(1, unbiased=False, keepdim=True), "abc", R2, 0),
+    op("var of the population", lambda x: its(x).var(False), "ab", "", 0),
     op("std", lambda x: x.std(dim=(0, 2)), "abc", R1, 0),
     op("std corrected", lambda x: torch.std(x, dim=0, correction=2, keepdim=True), "ba", R1, 0),
     op("var_mean", lambda x: torch.var_mean(x, 1), "ab", R1, 0),
@@ -93,22 +93,22 @@ CASES = [
     op("median over a dim", lambda x: x.median(1, keepdim=True), "abc", R2, 0),
     op("nanmedian", lambda x: x.nanmedian(0), "ab", R1, 0),
     op("mode", lambda x: x.mode(), "ab", R1, 0, ints={0: 2}),
-    op("kthvalue", lambda x: x.kthvalue(2, 0), "ab", R1, 0),
-    op("quantile", lambda x: x.quantile(0.3, 1), "abc", R2, 0),
+    op("kthvalue", lambda x: its(x).kthvalue(2, 0), "ab", R1, 0),
+    op("quantile", lambda x: its(x).quantile(0.3, 1), "abc", R2, 0),
 ]
 
 
 def ties(x, z):
     """The values of z with the gradient of x."""
-    return x - x.detach() + z.to(torch.float64)
+    return x - detached(x) + z.to(torch.float64)
 
 
 COMPOSITES = [
-    op("sum that rounds", lambda x: x.detach().sum(0, dtype=torch.int32), "ab"),
-    op("cumsum that rounds", lambda x: x.detach().cumsum(0, dtype=torch.int32), "ab"),
+    op("sum that rounds", lambda x: detached(x).sum(0, dtype=torch.int32), "ab"),
+    op("cumsum that rounds", lambda x: detached(x).cumsum(0, dtype=torch.int32), "ab"),
     op("dist", lambda x, y: torch.dist(x, y, 3.0), "ab b"),
-    op("amax of ties", lambda x, z: ties(x, z).amax(0), "cb cb", ints={1: 3}),
-    op("amin of ties", lambda x, z: ties(x, z).amin((0, 1), keepdim=True), "abc abc", ints={1: 3}),
+    op("amax of ties", lambda x, z: torch.amax(ties(x, z), 0), "cb cb", ints={1: 3}),
+    op("amin of ties", lambda x, z: torch.amin(ties(x, z), (0, 1), keepdim=True), "abc abc", ints={1: 3}),
     op("max of ties", lambda x, z: ties(x, z).max(), "ab ab", ints={1: 3}),
     op("max of ties over a dim", lambda x, z: ties(x, z).max(0), "cb cb", ints={1: 3}),
     op("vector_norm inf of ties", lambda x, z: torch.linalg.vector_norm(ties(x, z), inf), "ab ab", ints={1: 3}),
@@ -121,6 +121,6 @@ COMPOSITES = [
         ints={0: 9},
     ),
     op("std of what is alike", lambda x, z: ties(x, z).std(0), "ca ca", ints={1: 1}),
-    op("quantiles", lambda x, q: x.quantile(q / 2, 1, keepdim=True), "abc 3", positive=(1,)),
+    op("quantiles", lambda x, q: its(x).quantile(q / 2, 1, keepdim=True), "abc 3", positive=(1,)),
     op("quantiles of all", lambda x, q: torch.quantile(x, q / 2, interpolation="nearest"), "ab 3", positive=(1,)),
 ]

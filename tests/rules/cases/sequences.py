@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from rules.framework import F, torch
+from rules.framework import F, detached, torch
 from rules.operators import OpCase
 
 from hyper_parallel import Replicate
@@ -138,7 +138,7 @@ COMPOSITES = [
     op("repeat_interleave of all, by a tensor", torch.repeat_interleave, "ab 1", ints={1: 4}),
     op(
         "_softmax_backward_data",
-        lambda g, x: torch._softmax_backward_data(g, x.detach().softmax(1), 1, x.dtype),
+        lambda g, x: torch._softmax_backward_data(g, detached(x).softmax(1), 1, x.dtype),
         "abc abc",
         sizes=ALL,
     ),

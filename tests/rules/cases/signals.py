@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of Fourier transforms."""
 
-from rules.framework import torch
+from rules.framework import its, torch
 from rules.operators import OpCase
 
 
@@ -48,7 +48,13 @@ CASES = [
     op("ifftshift", by_name("ifftshift", dim=(0, -1)), "abc", "d1", 5),
     op("stft", short, "a9 4", "b", 4),
     op("stft unbatched", lambda x, w: short(x, w, steps=(2, 3), center=False, onesided=False), "9 3", "", 4),
-    op("stft by method", lambda x, w: x.stft(4, 3, window=w, return_complex=True, pad_mode="constant"), "a9 4", "b", 4),
+    op(
+        "stft by method",
+        lambda x, w: its(x).stft(4, 3, window=w, return_complex=True, pad_mode="constant"),
+        "a9 4",
+        "b",
+        4,
+    ),
     op("istft", long, "a35 4", "b", complexes=(0,), positive=(1,)),
     op("istft unbatched", lambda x, w: long(x, w, hop_length=2, length=7), "35 4", "", complexes=(0,), positive=(1,)),
     op("istft, not centered", lambda x, w: long(x, w, center=False), "a35 4", "b", complexes=(0,), positive=(1,)),

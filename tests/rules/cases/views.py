@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of views: other shapes, orders and parts."""
 
-from rules.framework import torch
+from rules.framework import its, torch
 from rules.operators import OpCase
 
 BOTH = ("even", "uneven")  # merged dims are cut where they divide
@@ -36,7 +36,7 @@ CASES = [
     op("flatten", lambda x: x.flatten(1), "abc", "d0 f1", 5, sizes=BOTH),
     op("flatten a scalar", torch.flatten, ".", "", 5),
     op("flatten the middle", lambda x: torch.flatten(x, 1, -2), "2abc", "d0 f1 d3", 5, sizes=BOTH),
-    op("unflatten", lambda x: x.unflatten(1, (4, -1)), "a8c", "d0 f1 d2", 5),
+    op("unflatten", lambda x: its(x).unflatten(1, (4, -1)), "a8c", "d0 f1 d2", 5),
     op("unflatten by keyword", lambda x: torch.unflatten(x, dim=-1, sizes=(2, 4)), "a8", "d0 f1", 5),
     op("squeeze", lambda x: x.squeeze(), "1a1b", None, 5),
     op("squeeze a dim", lambda x: x.squeeze(1), "a1b", None, 5),
@@ -63,14 +63,14 @@ CASES = [
     op("broadcast_to", lambda x: torch.broadcast_to(x, (3, x.shape[0], 4)), "a1", "n0 d0 n2", 5),
     op("narrow", lambda x: x.narrow(1, 2, 3), "a5", R1, 5),
     op("narrow to all", lambda x: torch.narrow(x, 0, 0, x.shape[0]), "ab", R2, 5),
-    op("select", lambda x: x.select(1, -1), "abc", R2, 5),
-    op("unfold", lambda x: x.unfold(1, 3, 2), "a9c", "d0 d2", 5),
-    op("unfold a scalar", lambda x: x.unfold(0, 1, 1), ".", "", 5),
+    op("select", lambda x: its(x).select(1, -1), "abc", R2, 5),
+    op("unfold", lambda x: its(x).unfold(1, 3, 2), "a9c", "d0 d2", 5),
+    op("unfold a scalar", lambda x: its(x).unfold(0, 1, 1), ".", "", 5),
     op("diagonal", lambda x: x.diagonal(), "abc", "d2", 5),
     op("diagonal above", lambda x: torch.diagonal(x, 1, 0, -1), "abc", "d1", 5),
-    op("diagonal below", lambda x: x.diagonal(offset=-1, dim1=2, dim2=1), "abc", "d0", 5),
+    op("diagonal below", lambda x: its(x).diagonal(offset=-1, dim1=2, dim2=1), "abc", "d0", 5),
     op("diagonal of matrices", torch.linalg.diagonal, "abc", "d0", 5),
-    op("clone", lambda x: x.clone(memory_format=torch.contiguous_format), "ab", R2, 5),
+    op("clone", lambda x: its(x).clone(memory_format=torch.contiguous_format), "ab", R2, 5),
 ]
 
 COMPOSITES = [
@@ -87,5 +87,5 @@ COMPOSITES = [
     op("contiguous", lambda x: x.t().contiguous(), "ab"),
     op("contiguous already", lambda x: x.contiguous(), "ab"),
     op("heads and back", lambda x: x.view(*x.shape[:2], 4, 2).transpose(1, 2).mT.reshape(x.shape), "ab8"),
-    op("narrow from a tensor", lambda x, i: x.narrow(1, i, 2), "a5 .", ints={1: 3}),
+    op("narrow from a tensor", lambda x, i: its(x).narrow(1, i, 2), "a5 .", ints={1: 3}),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of pools, resizings, patches and samples."""
 
-from rules.framework import F, torch
+from rules.framework import F, detached, torch
 from rules.operators import OpCase
 
 NC = "d0 d1"
@@ -119,7 +119,7 @@ COMPOSITES = [
     ),
     op(
         "fractional_max_pool2d at samples",
-        lambda x, at: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.7), _random_samples=at.detach() * 0.4),
+        lambda x, at: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.7), _random_samples=detached(at) * 0.4),
         "ab55 ab2",
         positive=(1,),
     ),

@@ -216,6 +216,8 @@ def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any
 
 def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """As ``put``, of tensors whose indexed dims are whole."""
+    if accumulate:
+        return call("index_put")(input, tuple(indices), values, True)
     return put_at_(platform.operator("clone")(input), dims, indices, values, accumulate)
 
 

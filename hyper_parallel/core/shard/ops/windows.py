@@ -252,7 +252,7 @@ _pixels("... c (h i!) (w j!) -> ... (c i! j!) h w", "pixel_unshuffle", "downscal
 
 def _channel_shuffle(input: Any, groups: int) -> Any:
     shapes_of("channel_shuffle", {"input": input, "groups": groups})
-    return input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+    return call("flatten")(call("transpose")(call("unflatten")(input, 1, (groups, -1)), 1, 2), 1, 2)
 
 
 operator("channel_shuffle native_channel_shuffle", "input, groups", handler=_channel_shuffle)

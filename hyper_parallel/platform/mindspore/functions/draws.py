@@ -40,6 +40,14 @@ def _exponential(shape: Any, lambd: float = 1.0) -> Array:
     return randomness.draw().exponential(1 / lambd, shape)
 
 
+def _integers(shape: Any, low: int = 0, high: int | None = None) -> Array:
+    return randomness.draw().integers(low, 2**24 if high is None else high, shape)  # which every float32 has
+
+
+def _truths(shape: Any, p: float = 0.5) -> Array:
+    return _uniform(shape) < p
+
+
 def _like(draw: Draw) -> Callable[..., Any]:
     def make(input: Any, *, dtype: Any = None, **_: Any) -> Any:
         return Tensor(np.asarray(draw(tuple(input.shape)))).astype(dtype or input.dtype)
@@ -91,6 +99,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "uniform_": _filling(_uniform),
     "normal_": _filling(_normal),
     "exponential_": _filling(_exponential),
+    "random_": _filling(_integers),
+    "bernoulli_": _filling(_truths),
     "rand_like": _like(_uniform),
     "randn_like": _like(_normal),
     "normal": _normal_of,

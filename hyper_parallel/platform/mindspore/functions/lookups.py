@@ -129,9 +129,11 @@ def _spread(index: Any, source: Any, dim: int) -> Any:
 
 
 def _scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: Any = None) -> Any:
-    refuse("scatter", reduce=reduce)
+    if reduce not in (None, "add"):
+        raise NotImplementedError(f"scatter: MindSpore has 'add' as reduce, not {reduce!r}; use scatter_reduce")
     src = value if src is None else src
-    return _put(input, dim, index, src if isinstance(src, Tensor) and src.shape else _filled(index, src, input), "none")
+    src = src if isinstance(src, Tensor) and src.shape else _filled(index, src, input)
+    return _put(input, dim, index, src, reduce or "none")
 
 
 def _filled(like: Any, value: Any, dtype_of: Any) -> Any:
@@ -182,11 +184,18 @@ def _scatter_reduce(input: Any, dim: int, index: Any, src: Any, reduce: str, *, 
 
 def _index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     source = source if alpha == 1 else source * numbers(source, alpha)
-    return _put(input, dim, _spread(index, source, dim), source, "add")
+    return _rows_put(input, dim, index, source, "add")
 
 
 def _index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
-    return _put(input, dim, _spread(index, source, dim), source, "none")
+    return _rows_put(input, dim, index, source, "none")
+
+
+def _rows_put(input: Any, dim: int, index: Any, source: Any, how: str) -> Any:
+    if not input.shape:  # counts as a row of one
+        row = _rows_put(shaped(input, (1,)), 0, shaped(index, (1,)), shaped(source, (1,)), how)
+        return shaped(row, ())
+    return _put(input, dim, _spread(index, source, dim), source, how)
 
 
 def _index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
@@ -229,4 +238,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "index_copy": _index_copy,
     "index_fill": _index_fill,
     "index_put": _index_put,
+    "fill": lambda input, value: _filled(input, value, input),
 }

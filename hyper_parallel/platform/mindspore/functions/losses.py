@@ -318,7 +318,15 @@ def _ctc(
     )
     if len(targets.shape) == 1:  # those of all, one after the other
         targets = _row_by_row(targets, target_lengths)
-    loss = ops.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)[0]
+    # The kernel refuses targets that are longer than their input, and leaves the loss of no input unset.
+    fits, some = input_lengths >= target_lengths, input_lengths > 0
+    lengths = mint.where(some, input_lengths, ops.ones_like(input_lengths))
+    counted = mint.where(fits, target_lengths, ops.zeros_like(target_lengths))
+    loss = ops.ctc_loss(log_probs, targets, lengths, counted, blank, "none", zero_infinity)[0]
+    loss = mint.where(some, loss, numbers(loss, 0.0))
+    loss = mint.where(fits, loss, numbers(loss, math.inf))
+    if zero_infinity:  # which the kernel takes in some places of a batch only
+        loss = mint.where(loss == numbers(loss, math.inf), numbers(loss, 0.0), loss)
     if reduction == "mean":
         loss = loss / mint.clamp(target_lengths.astype(loss.dtype), min=1)
     return _reduced(loss, reduction)

@@ -167,10 +167,33 @@ def _diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
     return mint.permute(found, tuple(order))
 
 
-def _narrow(input: Any, dim: int, start: int, length: int) -> Any:
+def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     if length:
-        return mint.narrow(input, dim, start, length)
+        return mint.narrow(input, dim, int(start), length)
     return input[(slice(None),) * (dim % len(input.shape)) + (slice(0, 0),)]
+
+
+def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
+    """Windows along a dim, of which each is the last dim of the result."""
+    if not input.shape:
+        return shaped(input, (1,))
+    starts = np.arange(0, input.shape[dimension] - size + 1, step)
+    found = rows(input, (starts[:, None] + np.arange(size)).reshape(-1), dimension)
+    dim = dimension % len(input.shape)
+    apart = shaped(found, (*input.shape[:dim], len(starts), size, *input.shape[dim + 1 :]))
+    others = [d for d in range(len(apart.shape)) if d != dim + 1]
+    return mint.permute(apart, (*others, dim + 1))
+
+
+def _channel_shuffle(input: Any, groups: int) -> Any:
+    batch, channels, *others = input.shape
+    grouped = shaped(input, (batch, groups, channels // groups, *others))
+    return shaped(mint.transpose(grouped, 1, 2), input.shape)
+
+
+def _shifted(input: Any, dim: Any, half: Callable[[int], int]) -> Any:
+    dims = dims_of(input, dim)
+    return _roll(input, tuple(half(input.shape[d]) for d in dims), dims) if dims else input
 
 
 def _trace(input: Any) -> Any:
@@ -202,6 +225,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "diag_embed": _diag_embed,
     "trace": _trace,
     "tril": ops.tril,
+    "unfold": unfold,
+    "channel_shuffle": _channel_shuffle,
+    "native_channel_shuffle": _channel_shuffle,
+    "fft_fftshift": lambda input, dim=None: _shifted(input, dim, lambda size: size // 2),
+    "fft_ifftshift": lambda input, dim=None: _shifted(input, dim, lambda size: -(size // 2)),
     "broadcast_tensors": lambda *tensors: _broadcast_tensors(tensors),
     "constant_pad_nd": lambda input, pad, value=0: _padded(input, pad, value),
     "expand": lambda input, *size: input.expand(*size),

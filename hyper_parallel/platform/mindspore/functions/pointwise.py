@@ -42,6 +42,19 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Any:
     return mint.where(mask, number(input, value).astype(input.dtype), input)
 
 
+def _round(input: Any, *, decimals: int = 0) -> Any:
+    if not decimals:
+        return mint.round(input)
+    scale = numbers(input, 10.0 ** abs(decimals))
+    return mint.round(input * scale) / scale if decimals > 0 else mint.round(input / scale) * scale
+
+
+def _polygamma(n: Any, input: Any) -> Any:
+    if isinstance(n, Tensor) and not isinstance(input, Tensor):  # as a method it has the tensor first
+        n, input = input, n
+    return ops.polygamma(n if isinstance(n, Tensor) else Tensor(n), input)
+
+
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     refuse("dropout", inplace=inplace)
     return ops.dropout(input, p, training) if training and p else input
@@ -142,6 +155,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "addcmul": lambda input, tensor1, tensor2, *, value=1: input + _scaled(tensor1 * tensor2, value),
     "addcdiv": lambda input, tensor1, tensor2, *, value=1: input + _scaled(tensor1 / tensor2, value),
     "lerp": _lerp,
+    "round": _round,
+    "polygamma": _polygamma,
     "prelu": _prelu,
     "logit": _logit,
     "masked_fill": _masked_fill,

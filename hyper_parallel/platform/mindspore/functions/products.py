@@ -111,9 +111,19 @@ def _inverse(input: Any) -> Any:
     return ops.inverse(input) if input.shape[-1] > 1 else mint.reciprocal(input)  # the kernel wants two rows
 
 
+def _logdet(input: Any) -> Any:
+    alone = input.shape[-1] == 1  # the kernel wants two rows
+    return mint.log(shaped(input, input.shape[:-2]) if alone else ops.det(input))
+
+
 def _vander(x: Any, *, N: int | None = None) -> Any:  # noqa: N803 - as the rule has it
     powers = np.arange(x.shape[-1] if N is None else N)
     return mint.pow(mint.unsqueeze(x, -1), numbers(x, powers))
+
+
+def _vander_of_one(x: Any, N: int | None = None, increasing: bool = False) -> Any:  # noqa: N803
+    found = _vander(x, N=N)
+    return found if increasing else mint.flip(found, (1,))
 
 
 def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
@@ -224,6 +234,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cross": _cross,
     "linalg_cross": lambda input, other, *, dim=-1: _cross(input, other, dim),
     "inverse": _inverse,
+    "logdet": _logdet,
     "linalg_inv": lambda A: _inverse(A),  # noqa: N803 - as the rule has it
     "cholesky_solve": _cholesky_solve,
     "cholesky_inverse": _cholesky_inverse,
@@ -231,5 +242,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "linalg_svd": _linalg_svd,
     "linalg_svdvals": lambda A, *, driver=None: _linalg_svd(A, False, driver=driver)[1],  # noqa: N803
     "linalg_vander": _vander,
+    "vander": _vander_of_one,
     "linalg_vecdot": lambda x, y, *, dim=-1: mint.sum((x.conj() if x.is_complex() else x) * y, dim),
 }

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore
+import numpy as np
+from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import dims_of, mint, numbers, ops, shaped
+from hyper_parallel.platform.mindspore.functions.shared import dims_of, mint, numbers, ops, rows, shaped
 
 
 def _sum_like(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +31,8 @@ def _prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: A
 
 def _extreme(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def run(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
+        if input.dtype == mindspore.bool_:
+            return run(input.astype(mindspore.int32), dim, keepdim).astype(mindspore.bool_)
         return reduce(input, dims_of(input, dim), keepdim) if input.shape else input
 
     return run
@@ -134,13 +138,28 @@ def _root(squares: Any) -> Any:
 def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
     if ord == "fro":
         return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
-    if ord not in (1, -1, math.inf, -math.inf):
-        raise NotImplementedError(f"matrix_norm: MindSpore has no singular values with gradients for ord={ord!r}")
     rows, columns = dims_of(input, tuple(dim))
+    if ord in ("nuc", 2, -2):
+        return _by_singular_values(input if dtype is None else input.astype(dtype), ord, rows, columns, keepdim)
     summed, searched = (rows, columns) if abs(ord) == 1 else (columns, rows)
     sums = _vector_norm(input, 1, summed, True, dtype=dtype)
     found = _vector_norm(sums, math.inf if ord > 0 else -math.inf, searched, True)
     return found if keepdim else mint.sum(found, (rows, columns))
+
+
+def _by_singular_values(input: Any, ord: Any, rows: int, columns: int, keepdim: bool) -> Any:
+    others = [d for d in range(len(input.shape)) if d not in (rows, columns)]
+    values = ops.svd(mint.permute(input, (*others, rows, columns)), compute_uv=False)
+    found = mint.sum(values, -1) if ord == "nuc" else _extreme(mint.amax if ord == 2 else mint.amin)(values, -1)
+    return shaped(found, [1 if d in (rows, columns) else n for d, n in enumerate(input.shape)]) if keepdim else found
+
+
+def _cond(input: Any, p: Any = None) -> Any:
+    if p in (None, 2, -2):
+        values = ops.svd(input, compute_uv=False)
+        large, small = (_extreme(reduce)(values, -1) for reduce in (mint.amax, mint.amin))
+        return small / large if p == -2 else large / small
+    return _matrix_norm(input, p) * _matrix_norm(ops.inverse(input), p)
 
 
 def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
@@ -174,15 +193,70 @@ def _argument(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
-    if stable:
-        raise NotImplementedError("sort: MindSpore's does not say that it is stable; sort by a second key")
     if not input.shape:
         return input, ops.zeros((), mindspore.int32)
-    return ops.sort(input, dim, descending)
+    if not stable:
+        return ops.sort(input, dim, descending)
+    order = _stable_order(ops.stop_gradient(input), dim % len(input.shape), descending)
+    return mint.gather(input, dim, order), order.astype(mindspore.int32)
+
+
+def _stable_order(input: Any, dim: int, descending: bool) -> Any:
+    """Where what is sorted comes from: MindSpore does not say which of equals is first, so that no two may be equal."""
+    size = input.shape[dim]
+    values, order = ops.sort(input, dim, descending)
+    before, after = mint.narrow(values, dim, 0, size - 1), mint.narrow(values, dim, 1, size - 1)
+    differs = mint.logical_and(
+        before != after, mint.logical_not(mint.logical_and(mint.isnan(before), mint.isnan(after)))
+    )
+    level = ops.cumsum(differs.astype(mindspore.int64), dim)
+    first = ops.zeros(tuple(1 if d == dim else n for d, n in enumerate(input.shape)), mindspore.int64)
+    levels = ops.tensor_scatter_elements(
+        ops.zeros(tuple(input.shape), mindspore.int64),
+        order.astype(mindspore.int64),
+        mint.cat((first, level), dim),
+        dim,
+    )
+    places = shaped(Tensor(np.arange(size)), [-1 if d == dim else 1 for d in range(len(input.shape))])
+    return ops.sort((levels * size + places).astype(mindspore.float64), dim)[1].astype(mindspore.int64)
+
+
+def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    if not input.shape:
+        return input, ops.zeros((), mindspore.int64)
+    values, order = _sort(input, dim)
+    found = [mint.narrow(one, dim, k - 1, 1) for one in (values, order.astype(mindspore.int64))]
+    return tuple(found if keepdim else (mint.squeeze(one, dim) for one in found))
 
 
 def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not input.shape:
+        return input, ops.zeros((), mindspore.int32)
+    if k == 0:
+        none = tuple(slice(0, 0 if d == dim % len(input.shape) else None) for d in range(len(input.shape)))
+        return input[none], ops.zeros(tuple(input[none].shape), mindspore.int32)
     return ops.topk(input, k, dim, largest, sorted)
+
+
+_BETWEEN = {"lower": np.floor, "higher": np.ceil, "nearest": np.round}
+
+
+def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+    """Between those of the sorted elements that are next to it."""
+    dims = dims_of(input, dim)
+    kept = [1 if d in dims else n for d, n in enumerate(input.shape)]
+    last = shaped(input, (-1,)) if dim is None else mint.transpose(input, dim, -1)
+    values, largest = ops.sort(last, -1)[0], last.shape[-1] - 1
+    share = np.asarray(q.asnumpy() if isinstance(q, Tensor) else q, np.float64)
+    found = []
+    for place in map(_BETWEEN.get(interpolation, float), share.reshape(-1) * largest):
+        below, above = (rows(values, [round_(place)], -1) for round_ in (np.floor, np.ceil))
+        ahead = 0.5 if interpolation == "midpoint" and place % 1 else place % 1
+        one = below + (above - below) * numbers(input, ahead) if ahead else below
+        one = mint.where(mint.isnan(mint.narrow(values, -1, largest, 1)), numbers(input, math.nan), one)  # it is last
+        found.append(one if dim is None else mint.transpose(one, dim, -1))
+    shape = kept if keepdim else [n for d, n in enumerate(input.shape) if d not in dims]
+    return shaped(ops.stack([shaped(one, shape) for one in found], 0), (*share.shape, *shape))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -216,4 +290,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "argsort": lambda input, dim=-1, descending=False, *, stable=False: _sort(input, dim, descending, stable=stable)[1],
     "msort": lambda input: _sort(input, 0)[0],
     "topk": _topk,
+    "kthvalue": _kthvalue,
+    "quantile": _quantile,
+    "linalg_cond": _cond,
 }
