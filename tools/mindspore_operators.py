@@ -41,12 +41,16 @@ have no kernel), a method is MindSpore's own. All of this is about the CPU.
 | left out: MindSpore's ends the process | {deadly} |
 | left out: it runs, but [MindSpore's own](mindspore.md#what-runs-and-what-does-not-yet) differs | {unheld} |
 
-Of {values} that run MindSpore has no gradient: their values alone are compared. `make test-mindspore` tries all that
-run and compares what is left out with this page; what is left out here is left out of the tests.
+Of {values} that run MindSpore has no gradient on a CPU: their values alone are compared. `make test-mindspore` tries
+all that run and compares what is left out with this page; what is left out here is left out of the tests.
 
 ## Operators without a CPU kernel
 
-{kernels} operators of MindSpore that the calls lead to: {names}.
+{kernels} operators of MindSpore that the calls or their gradients lead to: {names}.
+
+## Operators that MindSpore does not have
+
+{absences} functions, methods and signs of PyTorch that the calls name: {missing}.
 
 ## Each call
 
@@ -169,12 +173,16 @@ def main() -> None:
     finally:
         close_ranks()
     counts = Counter(one.kind for one in found)
-    names = sorted({one.why for one in found if one.kind == outcomes.KERNEL and one.why.isidentifier()})
+    lacking = [one for one in found if one.kind == outcomes.KERNEL or not one.gradients]
+    names = sorted({one.why for one in lacking if one.why.isidentifier()})
+    missing = sorted({one.why.removeprefix("torch.") for one in found if one.kind == outcomes.ABSENT})
     head = HEAD.format(
         version=mindspore.__version__,
         count=len(found),
         kernels=len(names),
         names=", ".join(names),
+        absences=len(missing),
+        missing=", ".join(f"`{name}`" for name in missing),
         rule=counts[outcomes.RULE],
         several=counts[outcomes.SEVERAL],
         kernel=counts[outcomes.KERNEL],

@@ -93,6 +93,87 @@ def test_changes_in_place_do_change_the_tensor():
 
 
 @on_ranks(2)
+def test_changes_in_place_for_which_a_cpu_has_no_kernel():
+    """And those by a number, whose operators have names of their own."""
+    mesh, start = init_device_mesh("cpu", (2,)), np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def on_mesh(array):
+        return distribute_tensor(Tensor(array), mesh, [Replicate()])
+
+    row, places, one = on_mesh(np.array([1])), on_mesh(np.array([[1, 2, 0]])), on_mesh(np.ones((1, 3), np.float32))
+    with_row, with_places, with_sums = start.copy(), start.copy(), start.copy()
+    with_row[1] = 1
+    with_places[[1, 2, 0], [0, 1, 2]] = 1
+    with_sums[[1, 2, 0], [0, 1, 2]] += 1
+    for change, expected in [
+        (lambda x: x.__iadd__(1), start + 1),
+        (lambda x: x.__isub__(1), start - 1),
+        (lambda x: x.__imul__(3), start * 3),
+        (lambda x: x.__itruediv__(2), start / 2),
+        (lambda x: x.__ifloordiv__(2), start // 2),
+        (lambda x: x.floor_divide_(x + 1), start * 0),
+        (lambda x: x.zero_(), start * 0),
+        (lambda x: x.fill_(2.5), start * 0 + 2.5),
+        (lambda x: x.clamp_(2, 5), start.clip(2, 5)),
+        (lambda x: x.masked_fill_(x > 3, 0.0), np.where(start > 3, 0, start)),
+        (lambda x: x.index_fill_(0, row, 1.0), with_row),
+        (lambda x: x.index_copy_(0, row, one), with_row),
+        (lambda x: x.scatter_(0, places, 1.0), with_places),
+        (lambda x: x.scatter_(0, places, one), with_places),
+        (lambda x: x.scatter_add_(0, places, one), with_sums),
+    ]:
+        x = distribute_tensor(Tensor(start), mesh, [Shard(0)])
+        assert change(x) is x
+        np.testing.assert_array_equal(x.full_tensor().asnumpy(), expected)
+
+
+@on_ranks(2)
+def test_numbers_drawn_in_place_lie_where_they_should():
+    mesh = init_device_mesh("cpu", (2,))
+    for change, low, high, mean in [
+        (lambda x: x.uniform_(1.0, 3.0), 1, 3, 2),
+        (lambda x: x.normal_(5.0, 0.5), 2, 8, 5),
+        (lambda x: x.bernoulli_(0.25), 0, 1, 0.25),
+        (lambda x: x.random_(3, 8), 3, 7, 5),
+        (lambda x: x.exponential_(2.0), 0, 20, 0.5),
+    ]:
+        x = distribute_tensor(mint.zeros((64, 64)), mesh, [Shard(0)])
+        assert change(x) is x
+        drawn = x.full_tensor().asnumpy()
+        assert low <= drawn.min() < drawn.max() <= high
+        assert len(np.unique(drawn[:32] == drawn[32:])) == 2 or (drawn[:32] != drawn[32:]).all()  # no copies
+        np.testing.assert_allclose(drawn.mean(), mean, rtol=0.1)
+
+
+@on_ranks(2)
+def test_what_is_not_changed_in_place_says_so():
+    x = distribute_tensor(Tensor(draw(4, 3)), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(NotImplementedError, match="InplaceFillDiagonal: .*assign a result to it"):
+        x.fill_diagonal_(1.0)
+
+
+@on_ranks(4)
+def test_backward_communicates_on_all_ranks_or_on_none():
+    """The last rank has nothing: what is cut from the graph elsewhere is cut there too."""
+    mesh, data = init_device_mesh("cpu", (4,)), draw(3, 4)
+    rows = distribute_tensor(Tensor(data), mesh, [Shard(0)])
+
+    def through_constants(x):
+        parts = x[1:] * 2  # which moves rows between the ranks
+        total = x.sum() + mint.ones_like(parts).sum() + ops.stop_gradient(parts).sum()
+        return total.full_tensor()
+
+    def through_integers(x):
+        count = (x > 0).astype(mindspore.int64).sum().redistribute(mesh, [Replicate()])
+        return (x.sum().redistribute(mesh, [Replicate()]) / count).to_local()
+
+    for function, expected in [(through_constants, 1.0), (through_integers, 1 / (data > 0).sum())]:
+        _, gradient = mindspore.value_and_grad(function)(rows)
+        held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        np.testing.assert_allclose(held.asnumpy(), np.full(held.shape, expected), rtol=1e-5)
+
+
+@on_ranks(2)
 def test_plain_and_distributed_tensors_do_not_mix_unless_the_plain_one_is_a_number():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(Tensor(draw(4, 3)), mesh, [Shard(0)])

@@ -30,14 +30,17 @@ KERNEL, ABSENT, ARGUMENTS = "no CPU kernel", "no operator", "other arguments"
 DEADLY = "ends the process"
 UNHELD = "does not hold"  # runs, but what the tests compare is not the same
 LEFT_OUT = (KERNEL, ABSENT, ARGUMENTS, DEADLY, UNHELD)
-VALUES_ALONE = ", values alone"  # MindSpore has no gradient of it
+VALUES_ALONE = ", values alone: "  # and why there is no gradient
 
 _WITHOUT_KERNEL = re.compile(
     r"kernel (\w+) unregistered|Not found op (\w+) on device CPU|'?(\w+)'? (?:is not supported on this|only supports A)"
-    r"|Kernel select failed|kernelmod for op (\w+) failed|supports? Ascend only|Not implement exception"
-    r"|MindSpore has [^;]* on this device, not"
+    r"|Kernel select failed(?:.*?(?:op |operator)\[(\w+)\])?|kernelmod for op (\w+) failed|supports? Ascend only"
+    r"|Not implement exception|MindSpore has [^;]* on this device, not"
     r"|For primitive\[(\w+)\].*(?:must be a type of|supports types)",
     re.DOTALL,
+)
+_ABSENT = re.compile(
+    r"'Tensor' object has no attribute '(\w+)'|unsupported operand type\(s\) for (\S+):|'(\w+)' object has no attribute"
 )
 
 
@@ -49,7 +52,7 @@ class UnsetGradientError(Exception):
 class Outcome:
     """How a case goes. ``sizes``: those that the plain call takes; ``dtype``: in which; ``why`` it does not go.
 
-    ``gradients``: whether the framework has them.
+    ``gradients``: whether the framework has them, else ``why`` not.
     """
 
     kind: str
@@ -73,9 +76,7 @@ def outcome(case, sizes_to_try=None, before=lambda sizes: None):
     ``before`` is told what is called next, in case that nothing comes after it.
     """
     trouble = None
-    for dtype, with_gradients in itertools.product(("float64", "float32"), (True, False)):
-        if not (with_gradients or _is_about_gradients(trouble)):
-            continue
+    for with_gradients, dtype in itertools.product((True, False), ("float64", "float32")):
         taken = []
         for sizes in sizes_of(case) if sizes_to_try is None else sizes_to_try:
             before(sizes)
@@ -90,7 +91,7 @@ def outcome(case, sizes_to_try=None, before=lambda sizes: None):
         if taken:
             arrays = in_precision(draw(case, SIZES[taken[0]], np.random.default_rng(0)), dtype)
             kind = RULE if case not in COMPOSITES and _is_one_operator(case, arrays) else SEVERAL
-            return Outcome(kind, tuple(taken), dtype, gradients=with_gradients)
+            return Outcome(kind, tuple(taken), dtype, "" if with_gradients else _why(trouble).why, with_gradients)
     return _why(trouble) if trouble is not None else Outcome(DEADLY)
 
 
@@ -132,18 +133,15 @@ def _is_one_operator(case, arrays):
     return len(seen) == 1 and seen[0] not in ("by itself", "by other operators", "on whole tensors")
 
 
-def _is_about_gradients(error):
-    told = str(error)
-    return isinstance(error, UnsetGradientError) or "bprop not defined" in told or "gradient not support" in told
-
-
 def _why(error):
     told = str(error)
     first = re.sub(r"-op\d+", "", " ".join(told.split("\n\n---", maxsplit=1)[0].split()))[:90].rstrip()
     if isinstance(error, AbsentOperatorError):
         return Outcome(ABSENT, why=told)
-    if isinstance(error, AttributeError) or "unsupported operand type(s)" in told:
-        return Outcome(ABSENT, why=first)
+    if found := _ABSENT.search(told):
+        return Outcome(
+            ABSENT, why=f"torch.Tensor.{found[1]}" if found[1] else f"x {found[2]} y" if found[2] else found[3]
+        )
     if found := _WITHOUT_KERNEL.search(told):
         return Outcome(KERNEL, why=next((name for name in found.groups() if name), first))
     return Outcome(ARGUMENTS, why=first)
@@ -154,8 +152,9 @@ def _why(error):
 
 def row(case, found):
     """The line of a case on the page."""
-    sizes = f"{', '.join(found.sizes)} in {found.dtype}{'' if found.gradients else VALUES_ALONE}"
-    told = sizes if found.runs else found.why
+    told = found.why
+    if found.runs:
+        told = f"{', '.join(found.sizes)} in {found.dtype}{'' if found.gradients else VALUES_ALONE + found.why}"
     return f"| {_escaped(case.name)} | {found.kind} | {_escaped(told)} |"
 
 
@@ -170,9 +169,9 @@ def listed():
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip().replace("\\|", "|").replace("&lt;", "<") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 3 and cells[1] in (RULE, SEVERAL):
-            sizes, dtype = cells[2].removesuffix(VALUES_ALONE).rsplit(" in ", 1)
-            alone = cells[2].endswith(VALUES_ALONE)
-            found[cells[0]] = Outcome(cells[1], tuple(sizes.split(", ")), dtype, gradients=not alone)
+            ran, alone, why = cells[2].partition(VALUES_ALONE)
+            sizes, dtype = ran.rsplit(" in ", 1)
+            found[cells[0]] = Outcome(cells[1], tuple(sizes.split(", ")), dtype, why, not alone)
         elif len(cells) == 3 and cells[1] in LEFT_OUT:
             found[cells[0]] = Outcome(cells[1], why=cells[2])
     return found

@@ -47,7 +47,7 @@ CASES = [
     op("matrix_exp", linalg.matrix_exp, "a33", R1, 0),
     op("matrix_exp of torch", torch.matrix_exp, "a22", R1, 0),
     op("matrix_power", lambda x: linalg.matrix_power(x, 3), "a33", R1, 0),
-    op("matrix_power, inverted", lambda x: x.matrix_power(-2), "a33", R1, 0),
+    op("matrix_power, inverted", lambda x: its(x).matrix_power(-2), "a33", R1, 0),
     op("det", linalg.det, "a33", R1, 0),
     op("det of torch", torch.det, "ab22", R2, 0),
     op("slogdet", linalg.slogdet, "a33", R1, 0),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, refuse, shaped
@@ -53,6 +54,11 @@ def _polygamma(n: Any, input: Any) -> Any:
     if isinstance(n, Tensor) and not isinstance(input, Tensor):  # as a method it has the tensor first
         n, input = input, n
     return ops.polygamma(n if isinstance(n, Tensor) else Tensor(n), input)
+
+
+def _polar(abs: Any, angle: Any) -> Any:
+    shape = np.broadcast_shapes(tuple(abs.shape), tuple(angle.shape))
+    return ops.polar(*(x if tuple(x.shape) == shape else mint.broadcast_to(x, shape) for x in (abs, angle)))
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -157,6 +163,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "round": _round,
     "polygamma": _polygamma,
+    "polar": _polar,
     "prelu": _prelu,
     "logit": _logit,
     "masked_fill": _masked_fill,

@@ -116,6 +116,15 @@ def _logdet(input: Any) -> Any:
     return mint.log(shaped(input, input.shape[:-2]) if alone else ops.det(input))
 
 
+def _matrix_power(A: Any, n: int) -> Any:  # noqa: N803
+    """By products: the kernel rounds to float32."""
+    if n < 0:
+        return _matrix_power(_inverse(A), -n)
+    if n == 0:
+        return mint.broadcast_to(numbers(A, np.eye(A.shape[-1])), tuple(A.shape))
+    return functools.reduce(matmul, [A] * n)
+
+
 def _vander(x: Any, *, N: int | None = None) -> Any:  # noqa: N803 - as the rule has it
     powers = np.arange(x.shape[-1] if N is None else N)
     return mint.pow(mint.unsqueeze(x, -1), numbers(x, powers))
@@ -124,6 +133,10 @@ def _vander(x: Any, *, N: int | None = None) -> Any:  # noqa: N803 - as the rule
 def _vander_of_one(x: Any, N: int | None = None, increasing: bool = False) -> Any:  # noqa: N803
     found = _vander(x, N=N)
     return found if increasing else mint.flip(found, (1,))
+
+
+def _pinv(input: Any, rcond: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None) -> Any:
+    return ops.pinv(input, atol=atol, rtol=rcond if rtol is None else rtol, hermitian=hermitian)
 
 
 def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
@@ -235,12 +248,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "linalg_cross": lambda input, other, *, dim=-1: _cross(input, other, dim),
     "inverse": _inverse,
     "logdet": _logdet,
+    "matrix_power": lambda input, n: _matrix_power(input, n),
     "linalg_inv": lambda A: _inverse(A),  # noqa: N803 - as the rule has it
     "cholesky_solve": _cholesky_solve,
     "cholesky_inverse": _cholesky_inverse,
     "svd": _svd,
     "linalg_svd": _linalg_svd,
     "linalg_svdvals": lambda A, *, driver=None: _linalg_svd(A, False, driver=driver)[1],  # noqa: N803
+    "linalg_eig": lambda input: ops.eig(input),
+    "linalg_eigvals": lambda input: ops.eigvals(input),
+    "linalg_matrix_power": _matrix_power,
+    "linalg_pinv": _pinv,
+    "linalg_qr": lambda A, mode="reduced": ops.qr(A, mode),  # noqa: N803
     "linalg_vander": _vander,
     "vander": _vander_of_one,
     "linalg_vecdot": lambda x, y, *, dim=-1: mint.sum((x.conj() if x.is_complex() else x) * y, dim),
