@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from rules.cases import CASES, COMPOSITES
 from rules.faults import is_found, itself, takes
-from rules.framework import unruled_is_an_error
+from rules.framework import its, unruled_is_an_error
 from rules.outcomes import found_here, known
 from rules.test_controls_of_sequences import BROKEN as OF_SEQUENCES
 from rules.test_dispatch import compare
@@ -119,7 +119,7 @@ def test_a_broken_rule_or_local_function_is_found(name, operator, broken, why):
 
 
 def shared_extreme(values, ties, name, dim, keepdim):
-    return getattr(values, name)(dim, keepdim=keepdim)
+    return getattr(its(values), name)(dim, keepdim=keepdim)
 
 
 def weight_of_targets(target, weight, ignore_index):
