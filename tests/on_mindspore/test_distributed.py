@@ -146,6 +146,16 @@ def test_numbers_drawn_in_place_lie_where_they_should():
 
 
 @on_ranks(2)
+def test_another_device_is_asked_for_and_not_passed_over():
+    x = distribute_tensor(Tensor(draw(4, 3)), init_device_mesh("cpu", (2,)), [Shard(0)])
+    for device in ("CPU", "cpu", "CPU:0"):
+        np.testing.assert_array_equal(x.to(device, mindspore.float64).full_tensor().asnumpy(), draw(4, 3))
+    for way in (lambda: x.to("Ascend"), lambda: x.to(device="Ascend"), lambda: x.to("Ascend", mindspore.float16)):
+        with pytest.raises(RuntimeError, match="target device"):
+            way()
+
+
+@on_ranks(2)
 def test_what_is_not_changed_in_place_says_so():
     x = distribute_tensor(Tensor(draw(4, 3)), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(NotImplementedError, match="InplaceFillDiagonal: .*assign a result to it"):

@@ -15,11 +15,18 @@ from mindspore import Tensor
 from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, refuse, shaped
 
 
-def _to(input: Any, *args: Any, dtype: Any = None, **_: Any) -> Any:
+def _to(input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    device = next((arg for arg in args if isinstance(arg, str)), device)
+    if device is not None and _kind(device) != _kind(input.device):
+        input = input.to(device)
     wanted = dtype if dtype is not None else next((arg for arg in args if isinstance(arg, mindspore.Type)), None)
     if wanted is None and args and isinstance(args[0], Tensor):
         wanted = args[0].dtype
     return input if wanted is None or input.dtype == wanted else input.astype(wanted)
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0].upper()
 
 
 def _lerp(input: Any, end: Any, weight: Any) -> Any:

@@ -238,7 +238,7 @@ def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     return ops.topk(input, k, dim, largest, sorted)
 
 
-_BETWEEN = {"lower": np.floor, "higher": np.ceil, "nearest": np.round}
+_BETWEEN: dict[str, Callable[[float], float]] = {"lower": np.floor, "higher": np.ceil, "nearest": np.round}
 
 
 def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
