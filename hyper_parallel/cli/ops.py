@@ -339,19 +339,14 @@ def _is_applied(call: Callable[..., Any]) -> bool:
 
 def _loaded(what: str) -> tuple[Any, str]:
     """The module of a file, and the name in it."""
-    import importlib.util
-    import sys
     from pathlib import Path
 
+    from hyper_parallel.testing.import_file import import_file
+
     file, _, name = what.rpartition(":")
-    if not file or not Path(file).is_file():
+    if not file or not Path(file).is_file() or Path(file).suffix != ".py":
         raise BadInputError(f"--check: expected FILE.py:NAME of a file that is there, got {what!r}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None:
-        raise BadInputError(f"--check: {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = import_file(file, Path(file).stem)
     if not hasattr(module, name):
         names = [one for one in vars(module) if not one.startswith("_")]
         near = difflib.get_close_matches(name, names, 3)

@@ -8,7 +8,6 @@ loss = job.loss(job.model, *job.batch(0))     the mean over the tokens of the wh
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import re
 import sys
@@ -41,6 +40,7 @@ from hyper_parallel.recipe import huggingface
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.schema import Recipe, Style
+from hyper_parallel.testing.import_file import import_file
 
 platform = get_platform()
 _STYLES: dict[str, Callable[..., ParallelStyle]] = {
@@ -164,19 +164,9 @@ def _imported(path: Path) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and known.__file__ == str(path):
         return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return import_file(path, name)
 
 
 # --- the plan

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.testing.import_file import import_file
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,4 @@ def _module(name: str, file: str) -> Any:
         spec = None
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file):
         return importlib.import_module(name)
-    # A test module that pytest imported by its file.
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(coded("HP602", f"cannot import {name} from {file}"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return import_file(file, name)  # a test module that pytest imported by its file
