@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates docs/errors.md from ``hyper_parallel/cli/explanations.txt``; ``--check`` only compares."""
+"""Generates docs/errors.md from ``hyper_parallel/cli/explanations.txt``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from hyper_parallel.cli.explanations import Explanation, families
@@ -85,12 +84,5 @@ def _section(one: Explanation) -> str:
     )
 
 
-def main() -> None:
-    """Writes the page, or says whether it is current."""
-    if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text() == page() else "docs/errors.md is not current: run make docs")
-    PAGE.write_text(page())
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

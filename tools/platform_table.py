@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates docs/platform.md from the contract, the tests and the backends; ``--check`` only compares.
+"""Generates docs/platform.md from the contract, the tests and the backends.
 
 What a method does is the first sentence of its docstring in the contract; where it is tested is read from the tests'
 calls; what no hardware has seen is said in the backend's docstrings, in a line "Untested on hardware: ...".
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -138,17 +137,5 @@ def page(methods: dict[str, Method], functions: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str]) -> int:
-    """Writes the page, or with --check tells whether it is current."""
-    text = page(*rows())
-    if "--check" in arguments:
-        current = PAGE.exists() and PAGE.read_text() == text
-        print(f"{PAGE.relative_to(ROOT)} is {'current' if current else 'out of date: run make docs'}")
-        return 0 if current else 1
-    PAGE.write_text(text)
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(page(*rows()))

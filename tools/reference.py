@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates docs/reference.md from the docstrings of the public names; ``--check`` only compares.
+"""Generates docs/reference.md from the docstrings of the public names.
 
 A name stands under the module from which it is imported, the first one in MODULES that has it.
 """
@@ -10,7 +10,6 @@ import importlib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -201,17 +200,5 @@ def summary_of(module: str) -> str:
     return as_markdown(first_sentence(importlib.import_module(module).__doc__ or ""))
 
 
-def main(arguments: list[str]) -> int:
-    """Writes the page, or with --check tells whether it is current."""
-    text = page()
-    if "--check" in arguments:
-        current = PAGE.exists() and PAGE.read_text() == text
-        print(f"{PAGE.relative_to(ROOT)} is {'current' if current else 'out of date: run make docs'}")
-        return 0 if current else 1
-    PAGE.write_text(text)
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(page())
