@@ -192,3 +192,127 @@ def test_numbers_drawn_again():
             drawn.append(platform.operator(name)(logits, **more).asnumpy())
         np.testing.assert_array_equal(drawn[0], drawn[2])
         assert not np.array_equal(drawn[0], drawn[1])
+
+
+BETWEEN = ("linear", "lower", "higher", "midpoint", "nearest")
+UNFIT = {"input_lengths": [0, 4, 1, 0, 3], "target_lengths": [0, 2, 2, 1, 3], "blank": 5, "zero_infinity": True}
+GUESSED = np.array([[1, 2, 3], [2, 2, 0], [1, 1, 1], [0, 4, 2], [3, 3, 1]])
+MORE = [  # the same name more than once
+    *(("quantile", torch.quantile, [some(4, 5)], {"q": 0.3, "interpolation": kind}) for kind in BETWEEN),
+    ("quantile", torch.quantile, [some(4, 5, 3)], {"q": 0.7, "dim": 1, "keepdim": True}),
+    ("quantile", torch.quantile, [some(4, 5, 3)], {"q": 0.7, "dim": -1}),
+    ("kthvalue", torch.kthvalue, [some(4, 5)], {"k": 2, "dim": 0}),
+    ("kthvalue", torch.kthvalue, [some(4, 5)], {"k": 5, "keepdim": True}),
+    ("round", torch.round, [some(9) * 300], {"decimals": 2}),
+    ("round", torch.round, [some(9) * 3000], {"decimals": -2}),
+    ("norm", torch.norm, [some(3, 4, 5)], {"p": "nuc", "dim": (1, 2)}),
+    ("matrix_norm", torch.linalg.matrix_norm, [some(4, 3, 5)], {"ord": 2, "dim": (0, 2), "keepdim": True}),
+    ("matrix_norm", torch.linalg.matrix_norm, [some(4, 3, 5)], {"ord": -2}),
+    ("linalg_cond", torch.linalg.cond, [FACTOR], {}),
+    ("linalg_cond", torch.linalg.cond, [FACTOR], {"p": -2}),
+    ("logdet", torch.logdet, [FACTOR @ FACTOR.transpose(0, 2, 1)], {}),
+    ("logdet", torch.logdet, [np.abs(some(3, 1, 1))], {}),
+    *(("linalg_matrix_power", torch.linalg.matrix_power, [FACTOR], {"n": n}) for n in (3, 1, 0, -2)),
+    ("linalg_pinv", torch.linalg.pinv, [some(2, 4, 3)], {}),
+    ("polar", torch.polar, [np.abs(some(3, 4)), some(4)], {}),
+    ("unfold", torch.Tensor.unfold, [some(3, 9, 2)], {"dimension": 1, "size": 3, "step": 2}),
+    ("unfold", torch.Tensor.unfold, [some(3, 9)], {"dimension": -1, "size": 4, "step": 4}),
+    ("channel_shuffle", F.channel_shuffle, [some(2, 6, 3)], {"groups": 3}),
+    ("fft_fftshift", torch.fft.fftshift, [some(3, 4, 5)], {}),
+    ("fft_ifftshift", torch.fft.ifftshift, [some(3, 4, 5)], {"dim": (0, 2)}),
+    *(("ctc_loss", F.ctc_loss, [some(4, 5, 6), GUESSED], {**UNFIT, "reduction": r}) for r in ("none", "sum", "mean")),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "arrays", "how"), MORE, ids=[f"{row[0]} {i}" for i, row in enumerate(MORE)])
+def test_other_arguments(name, theirs, arrays, how):
+    compare(name, theirs, *arrays, **how)
+
+
+def test_quantiles_and_what_is_no_number():
+    given, shares = some(4, 5), np.array([[0.1, 0.5], [0.9, 1.0]])
+    given[1, 2] = np.nan
+    found = platform.operator("quantile")(Tensor(given), Tensor(shares.reshape(-1)), 1).asnumpy()
+    np.testing.assert_allclose(found, np.quantile(given, shares.reshape(-1), axis=1))
+    assert np.isnan(found[:, 1]).all()
+
+
+def test_values_of_which_pytorch_has_no_gradient():
+    given, call = some(4), platform.operator
+    np.testing.assert_allclose(call("linalg_cond")(Tensor(FACTOR), 1).asnumpy(), np.linalg.cond(FACTOR, 1))
+    np.testing.assert_allclose(call("vander")(Tensor(given), 3).asnumpy(), np.vander(given, 3))
+    np.testing.assert_allclose(
+        call("vander")(Tensor(given), increasing=True).asnumpy(), np.vander(given, increasing=True)
+    )
+
+
+def test_writes_by_index():
+    given, places, call = some(3, 4), np.array([[2, 0, 1, 1]]), platform.operator
+    written, added = given.copy(), given.copy()
+    np.put_along_axis(written, places, 2.5, 0)
+    np.add.at(added, (places, np.arange(4)), 2.5)
+    for value in (2.5, Tensor(np.full((1, 4), 2.5))):
+        np.testing.assert_array_equal(call("scatter")(Tensor(given), 0, Tensor(places), value).asnumpy(), written)
+        found = call("scatter")(Tensor(given), 0, Tensor(places), value, reduce="add")
+        np.testing.assert_array_equal(found.asnumpy(), added)
+    one, other, zero = Tensor(np.array(3.0)), Tensor(np.array(4.0)), Tensor(np.array(0))
+    assert call("index_copy")(one, 0, zero, other).asnumpy() == 4
+    assert call("index_add")(one, 0, zero, other, alpha=2).asnumpy() == 11
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_stable_sort_leaves_equals_in_their_order(dim, descending):
+    tied = RNG.integers(0, 3, (50, 40)).astype(float)
+    tied[RNG.random(tied.shape) < 0.1] = np.nan
+    tied[RNG.random(tied.shape) < 0.1] = np.inf
+    values, order = platform.operator("sort")(Tensor(tied), dim, descending, stable=True)
+    expected, places = torch.tensor(tied).sort(dim=dim, descending=descending, stable=True)
+    np.testing.assert_array_equal(order.asnumpy(), places.numpy())
+    np.testing.assert_array_equal(values.asnumpy(), expected.numpy())
+
+
+def test_a_sort_tells_apart_what_is_close():
+    given = 1 + RNG.standard_normal((3, 200)) * 1e-9
+    values, order = platform.operator("sort")(Tensor(given))
+    np.testing.assert_array_equal(values.asnumpy(), np.sort(given))
+    np.testing.assert_array_equal(order.asnumpy(), np.argsort(given))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_derivatives_of_digamma(n):
+    given = np.abs(some(9)) + 0.5
+    ours = platform.operator("polygamma")
+    (true,), (gradient,) = in_pytorch(lambda x: torch.polygamma(n, x), [given])
+    for call in (lambda x: ours(n, x), lambda x: ours(x, n)):  # as a method it has the tensor first
+        (mine,), (own,) = in_mindspore(call, [given])
+        np.testing.assert_allclose(mine, true, 1e-6)
+        np.testing.assert_allclose(own, gradient, 1e-6)
+
+
+PARTS = {"return_complex": False}  # the real and the imaginary ones
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"hop_length": 3, "win_length": 4, "center": False, "onesided": False},
+        {"hop_length": 2, "win_length": 5, "pad_mode": "constant", "normalized": True},
+    ],
+)
+def test_transforms_of_short_times(how):
+    how = {"return_complex": True, **how}
+    arrays = [some(2, 19), some(how.get("win_length", 6))]
+    mine, own = in_mindspore(lambda x, w: platform.operator("stft")(x, 6, window=w, **how), arrays)
+    true, gradients = in_pytorch(lambda x, w: torch.stft(x, 6, window=w, **how), arrays)
+    for one, other in zip(mine + own, true + gradients, strict=True):
+        np.testing.assert_allclose(one, other, 1e-6, 1e-6)
+    pair = platform.operator("stft")(Tensor(arrays[0]), 6, window=Tensor(arrays[1]), **how | PARTS).asnumpy()
+    np.testing.assert_allclose(pair[..., 0] + 1j * pair[..., 1], true[0], 1e-6, 1e-6)
+
+
+def test_the_least_of_booleans():
+    given = some(3, 4) > 0
+    np.testing.assert_array_equal(platform.operator("amin")(Tensor(given), 1).asnumpy(), given.min(1))
+    np.testing.assert_array_equal(platform.operator("amax")(Tensor(given), (0, 1)).asnumpy(), given.max())

@@ -195,6 +195,8 @@ def _argument(find: Callable[..., Any]) -> Callable[..., Any]:
 def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
     if not input.shape:
         return input, ops.zeros((), mindspore.int32)
+    if not stable and input.dtype == mindspore.float64:
+        return ops.topk(input, input.shape[dim], dim, descending)  # the kernel of sort rounds to float32
     if not stable:
         return ops.sort(input, dim, descending)
     order = _stable_order(ops.stop_gradient(input), dim % len(input.shape), descending)
@@ -203,22 +205,19 @@ def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool |
 
 def _stable_order(input: Any, dim: int, descending: bool) -> Any:
     """Where what is sorted comes from: MindSpore does not say which of equals is first, so that no two may be equal."""
-    size = input.shape[dim]
-    values, order = ops.sort(input, dim, descending)
-    before, after = mint.narrow(values, dim, 0, size - 1), mint.narrow(values, dim, 1, size - 1)
-    differs = mint.logical_and(
-        before != after, mint.logical_not(mint.logical_and(mint.isnan(before), mint.isnan(after)))
-    )
-    level = ops.cumsum(differs.astype(mindspore.int64), dim)
+    size, none = input.shape[dim], None
+    if input.is_floating_point():  # what is no number lies beyond all numbers, and its kernel does not know
+        none = mint.isnan(input)
+        input = mint.where(none, numbers(input, math.inf), input)
+    values, order = _sort(input, dim, descending)
+    differs = mint.narrow(values, dim, 0, size - 1) != mint.narrow(values, dim, 1, size - 1)
     first = ops.zeros(tuple(1 if d == dim else n for d, n in enumerate(input.shape)), mindspore.int64)
-    levels = ops.tensor_scatter_elements(
-        ops.zeros(tuple(input.shape), mindspore.int64),
-        order.astype(mindspore.int64),
-        mint.cat((first, level), dim),
-        dim,
-    )
+    level = mint.cat((first, ops.cumsum(differs.astype(mindspore.int64), dim)), dim)
+    levels = ops.tensor_scatter_elements(ops.zeros_like(level), order.astype(mindspore.int64), level, dim)
+    if none is not None:
+        levels = levels * 2 + (mint.logical_not(none) if descending else none).astype(mindspore.int64)
     places = shaped(Tensor(np.arange(size)), [-1 if d == dim else 1 for d in range(len(input.shape))])
-    return ops.sort((levels * size + places).astype(mindspore.float64), dim)[1].astype(mindspore.int64)
+    return ops.sort(levels * size + places, dim)[1].astype(mindspore.int64)
 
 
 def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
@@ -246,14 +245,15 @@ def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, int
     dims = dims_of(input, dim)
     kept = [1 if d in dims else n for d, n in enumerate(input.shape)]
     last = shaped(input, (-1,)) if dim is None else mint.transpose(input, dim, -1)
-    values, largest = ops.sort(last, -1)[0], last.shape[-1] - 1
+    values, largest = _sort(last)[0], last.shape[-1] - 1
+    lacking = mint.sum(mint.isnan(last).astype(mindspore.int32), -1, keepdim=True) > 0
     share = np.asarray(q.asnumpy() if isinstance(q, Tensor) else q, np.float64)
     found = []
     for place in map(_BETWEEN.get(interpolation, float), share.reshape(-1) * largest):
         below, above = (rows(values, [round_(place)], -1) for round_ in (np.floor, np.ceil))
         ahead = 0.5 if interpolation == "midpoint" and place % 1 else place % 1
         one = below + (above - below) * numbers(input, ahead) if ahead else below
-        one = mint.where(mint.isnan(mint.narrow(values, -1, largest, 1)), numbers(input, math.nan), one)  # it is last
+        one = mint.where(lacking, numbers(input, math.nan), one)
         found.append(one if dim is None else mint.transpose(one, dim, -1))
     shape = kept if keepdim else [n for d, n in enumerate(input.shape) if d not in dims]
     return shaped(ops.stack([shaped(one, shape) for one in found], 0), (*share.shape, *shape))

@@ -64,7 +64,7 @@ def _stft(
     is_half = onesided is not False and not input.is_complex()
     found = FUNCTIONS["fft_rfft" if is_half else "fft_fft"](frames, norm="ortho" if normalized else None)
     found = mint.transpose(found, -1, -2)
-    return found if return_complex else mint.stack((mint.real(found), mint.imag(found)), -1)
+    return found if return_complex else ops.stack((mint.real(found), mint.imag(found)), -1)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"stft": _stft}
