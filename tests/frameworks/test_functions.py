@@ -206,6 +206,7 @@ MORE = [  # the same name more than once
     ("round", torch.round, [some(9) * 300], {"decimals": 2}),
     ("round", torch.round, [some(9) * 3000], {"decimals": -2}),
     ("norm", torch.norm, [some(3, 4, 5)], {"p": "nuc", "dim": (1, 2)}),
+    ("norm", torch.norm, [some(4, 5)], {"p": "nuc"}),
     ("matrix_norm", torch.linalg.matrix_norm, [some(4, 3, 5)], {"ord": 2, "dim": (0, 2), "keepdim": True}),
     ("matrix_norm", torch.linalg.matrix_norm, [some(4, 3, 5)], {"ord": -2}),
     ("linalg_cond", torch.linalg.cond, [FACTOR], {}),
@@ -244,6 +245,19 @@ def test_values_of_which_pytorch_has_no_gradient():
     np.testing.assert_allclose(
         call("vander")(Tensor(given), increasing=True).asnumpy(), np.vander(given, increasing=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "match"),
+    [
+        ("matrix_norm", {"ord": 3}, "as ord, got 3"),
+        ("quantile", {"q": 0.5, "interpolation": "cubic"}, "as interpolation, got 'cubic'"),
+        ("scatter", {"dim": 0, "index": Tensor(np.array([[0]])), "value": 1.0, "reduce": "multiply"}, "not 'multiply'"),
+    ],
+)
+def test_what_is_not_known_is_refused(name, how, match):
+    with pytest.raises((ValueError, NotImplementedError), match=match):
+        platform.operator(name)(Tensor(some(3, 4)), **how)
 
 
 def test_writes_by_index():

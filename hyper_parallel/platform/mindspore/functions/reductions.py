@@ -139,6 +139,10 @@ def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: boo
     if ord == "fro":
         return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
     rows, columns = dims_of(input, tuple(dim))
+    if ord not in ("nuc", 1, -1, 2, -2, math.inf, -math.inf):
+        raise ValueError(
+            f"matrix_norm: expected 'fro', 'nuc', 1, 2 or inf, or one of them negative, as ord, got {ord!r}"
+        )
     if ord in ("nuc", 2, -2):
         return _by_singular_values(input if dtype is None else input.astype(dtype), ord, rows, columns, keepdim)
     summed, searched = (rows, columns) if abs(ord) == 1 else (columns, rows)
@@ -164,7 +168,7 @@ def _cond(input: Any, p: Any = None) -> Any:
 
 def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if p == "nuc":
-        return _matrix_norm(input, p, dim, keepdim, dtype=dtype)
+        return _matrix_norm(input, p, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
     return _vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
 
 
@@ -242,6 +246,9 @@ _BETWEEN: dict[str, Callable[[float], float]] = {"lower": np.floor, "higher": np
 
 def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
     """Between those of the sorted elements that are next to it."""
+    if interpolation not in ("linear", "midpoint", *_BETWEEN):
+        known = ", ".join(("linear", "midpoint", *_BETWEEN))
+        raise ValueError(f"quantile: expected one of {known} as interpolation, got {interpolation!r}")
     dims = dims_of(input, dim)
     kept = [1 if d in dims else n for d, n in enumerate(input.shape)]
     last = shaped(input, (-1,)) if dim is None else mint.transpose(input, dim, -1)
