@@ -12,6 +12,7 @@ another. A layout that is given by placements does not know how many dims a tens
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -180,11 +181,7 @@ class Layout:
 
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole if every rank has a shard of this shape; a tensor of uneven shards has another."""
-        bound = self.bind(len(local_shape))
-        whole = [size * bound.get_dim_split_num(dim) for dim, size in enumerate(local_shape)]
-        for placement in bound.fused.values():
-            whole[placement.dim] = sum(placement.sections)
-        return tuple(whole)
+        return _global_shape(self.bind(len(local_shape)), tuple(local_shape))
 
     def repeat_num(self) -> int:
         """How many ranks have the same data."""
@@ -358,6 +355,14 @@ class Layout:
                 )
             )
         return placement.spans(self.mesh_shape[axes[0]], place[axes[0]])
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_shape(layout: Layout, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    whole = [size * layout.get_dim_split_num(dim) for dim, size in enumerate(local_shape)]
+    for placement in layout.fused.values():
+        whole[placement.dim] = sum(placement.sections)
+    return tuple(whole)
 
 
 def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
