@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
-from hyper_parallel.platform.torch.tape import META, Tape, as_bytes
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.tape import Tape  # which few need: it is imported where one begins
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -42,7 +44,7 @@ class DeferredInit(Platform):
 
     @property
     def meta_device(self) -> torch.device:
-        return META
+        return torch.device("meta")
 
     def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[None]:
         """A context in which new parameters, and buffers if asked, land on ``device``; other tensors are as ever.
@@ -107,7 +109,7 @@ class _Target:
             return None
         if tensor not in self.placed:
             with _paused():
-                tape = _here.tape if self.device == META else None
+                tape = _here.tape if self.device.type == "meta" else None
                 data = tensor.detach().to(self.device) if tape is None else tape.meta_twin(tensor)
                 self.placed[tensor] = _like(tensor, data)
         return self.placed[tensor]
@@ -136,7 +138,7 @@ def _paused() -> Iterator[None]:
 @contextmanager
 def _placing(target: _Target) -> Iterator[None]:
     with ExitStack() as stack:
-        if target.device == META and _here.tape is None:  # a context inside another one writes on the same tape
+        if target.device.type == "meta" and _here.tape is None:  # a context inside another one writes on the same tape
             stack.enter_context(_taping())
         for register, hook in (
             (nn_module.register_module_parameter_registration_hook, target.on_parameter),
@@ -150,6 +152,8 @@ def _placing(target: _Target) -> Iterator[None]:
 
 @contextmanager
 def _taping() -> Iterator[None]:
+    from hyper_parallel.platform.torch.tape import Tape
+
     tape = _here.tape = Tape()
     try:
         with _Operators(), _Functions():
@@ -265,6 +269,8 @@ def deferred_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _draw(tape: Tape, slots: Sequence[_Slot], device: torch.device) -> None:
     """Plays the tape and puts the results in their places; what was one tensor, or shared memory, does so again."""
+    from hyper_parallel.platform.torch.tape import as_bytes
+
     by_storage: dict[int, dict[int, list[_Slot]]] = defaultdict(lambda: defaultdict(list))
     for slot in slots:
         by_storage[tape.ref(_local(slot.tensor)).storage][id(slot.tensor)].append(slot)
