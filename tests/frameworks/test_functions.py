@@ -269,6 +269,10 @@ def test_writes_by_index():
         np.testing.assert_array_equal(call("scatter")(Tensor(given), 0, Tensor(places), value).asnumpy(), written)
         found = call("scatter")(Tensor(given), 0, Tensor(places), value, reduce="add")
         np.testing.assert_array_equal(found.asnumpy(), added)
+    mask = np.array([True, False, True])
+    for accumulate, base in ((False, 0), (True, given)):
+        found = call("index_put")(Tensor(given), (Tensor(mask),), Tensor(np.array(2.5)), accumulate)
+        np.testing.assert_array_equal(found.asnumpy(), np.where(mask[:, None], base + 2.5, given))
     one, other, zero = Tensor(np.array(3.0)), Tensor(np.array(4.0)), Tensor(np.array(0))
     assert call("index_copy")(one, 0, zero, other).asnumpy() == 4
     assert call("index_add")(one, 0, zero, other, alpha=2).asnumpy() == 11

@@ -68,7 +68,7 @@ COMPOSITES = [
     op("index_add of a scalar", lambda x, i, y: its(x).index_add(0, i, y), ". 1 .", ints={1: 1}),
     op("index_add by a scalar", lambda x, i, y: its(x).index_add(1, i, y), "ab . a1", ints={1: "b"}),
     op("index_copy of scalars", lambda x, i, y: its(x).index_copy(0, i, y), ". . .", ints={1: 1}),
-    op("index_put by a mask", lambda x, m, v: x.index_put((m,), v), "abc ab .", bools=(1,)),
+    op("index_put by a mask", lambda x, m, v: its(x).index_put((m,), v), "abc ab .", bools=(1,)),
     op("put", lambda x, i, y: its(x).put(i, y, accumulate=True), "ab c3 c3", sizes=ALL, ints={1: "a"}),
     op("put from the end", lambda x, i, y: torch.put(x, i - 2, y), "ab 1 1", ints={1: 4}),
     op("masked_scatter", masked, "ab ab cc", sizes=("even", "uneven"), bools=(1,)),
