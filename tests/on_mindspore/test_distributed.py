@@ -141,8 +141,17 @@ def test_numbers_drawn_in_place_lie_where_they_should():
         assert change(x) is x
         drawn = x.full_tensor().asnumpy()
         assert low <= drawn.min() < drawn.max() <= high
-        assert len(np.unique(drawn[:32] == drawn[32:])) == 2 or (drawn[:32] != drawn[32:]).all()  # no copies
+        assert not np.array_equal(drawn[:32], drawn[32:])  # the ranks' halves are no copies
         np.testing.assert_allclose(drawn.mean(), mean, rtol=0.1)
+
+
+@on_ranks(2)
+def test_running_sums_get_their_dtype_as_of_plain_tensors():
+    x = np.full((3, 2), 1.6, np.float32)
+    on_mesh = distribute_tensor(Tensor(x), init_device_mesh("cpu", (2,)), [Shard(1)])
+    found, expected = (one.cumsum(axis=0, dtype=mindspore.int32) for one in (on_mesh, Tensor(x)))
+    np.testing.assert_array_equal(found.full_tensor().asnumpy(), expected.asnumpy())
+    np.testing.assert_array_equal(expected.asnumpy()[:, 0], [1, 3, 4])
 
 
 @on_ranks(2)

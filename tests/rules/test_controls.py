@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Controls: what is broken on purpose, in a rule, a local function or a stage, is found by the checks."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 from rules.cases import CASES, COMPOSITES
-from rules.faults import is_found, itself, takes
-from rules.framework import its, unruled_is_an_error
+from rules.faults import ALIKE, is_found, itself, takes
+from rules.framework import detached, its, unruled_is_an_error
+from rules.operators import check
 from rules.outcomes import found_here, known
 from rules.test_controls_of_sequences import BROKEN as OF_SEQUENCES
 from rules.test_dispatch import compare
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.ops import losses, norms, reductions, stages
+from hyper_parallel.core.shard.ops.operator import OPERATORS
 from hyper_parallel.core.shard.rule import Rule, einsum, pointwise, reduction
 from hyper_parallel.testing import run_ranks
 
@@ -113,6 +116,20 @@ HERE = found_here([*BROKEN, *OF_SEQUENCES])
 @pytest.mark.parametrize(("name", "operator", "broken", "why"), HERE, ids=[f"{row[0]}: {row[3]}" for row in HERE])
 def test_a_broken_rule_or_local_function_is_found(name, operator, broken, why):
     is_found(ALL[name], operator, broken, IndexError, RuntimeError)  # as for a target that is no class of the shard
+
+
+def with_local(function):
+    """relu with another local function."""
+    return mock.patch.dict(OPERATORS, {"relu": replace(OPERATORS["relu"], local=function)})
+
+
+def test_without_gradients_the_values_are_compared():
+    with with_local(lambda here, **given: here.function(detached(given["input"]))):
+        assert check(ALL["relu"], ALIKE, gradients=False) > 0
+        with pytest.raises(AssertionError, match="gradient"):
+            check(ALL["relu"], ALIKE)
+    with with_local(lambda here, **given: here.function(**given) * 2), pytest.raises(AssertionError, match="result"):
+        check(ALL["relu"], ALIKE, gradients=False)
 
 
 # --- between real ranks: what has no rule of its own

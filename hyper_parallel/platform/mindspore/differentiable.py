@@ -31,6 +31,7 @@ from hyper_parallel.platform.checks import (
 )
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.collectives import Collectives, check_reducible, check_tensor, reduced
+from hyper_parallel.platform.mindspore.empty import has_gradient
 from hyper_parallel.platform.mindspore.meeting import Group
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -235,7 +236,7 @@ class Differentiable(Collectives):
 
 def _without_gradient_of_integers(x: Any) -> Any:
     """MindSpore would send one through them, on the ranks that have elements: backward would not be everybody's."""
-    return x if x.is_floating_point() or x.is_complex() else ops.stop_gradient(x)
+    return x if has_gradient(x) else ops.stop_gradient(x)
 
 
 class _Box:

@@ -47,7 +47,7 @@ def _reduction(identity: float, *, counts: bool = False) -> Callable[..., Any]:
         given = (dim,) if isinstance(dim, int) else dim or range(ndim)
         dims = {d % max(ndim, 1) for d in given}
         kept = [1 if d in dims else size for d, size in enumerate(input.shape) if keepdim or d not in dims]
-        longest = mindspore.int64 if counts and not _has_gradient(input) else input.dtype
+        longest = mindspore.int64 if counts and not has_gradient(input) else input.dtype
         return filled(kept, identity, dtype or longest)
 
     return reduce
@@ -182,8 +182,8 @@ class _Tied(Function):
 
 def tied(result: Any, operands: Sequence[Any]) -> Any:
     """The result, recorded as made from all of the operands, which get zeros from it."""
-    operands = [getattr(x, "_plain", x) for x in operands if _has_gradient(x)]
-    return _Tied.apply(result, *operands) if operands and _has_gradient(result) else result
+    operands = [getattr(x, "_plain", x) for x in operands if has_gradient(x)]
+    return _Tied.apply(result, *operands) if operands and has_gradient(result) else result
 
 
 def _settled(name: str, found: Any, args: Sequence[Any]) -> Any:
@@ -202,7 +202,8 @@ def _settled(name: str, found: Any, args: Sequence[Any]) -> Any:
     return tree_map(settle, found)
 
 
-def _has_gradient(tensor: Any) -> bool:
+def has_gradient(tensor: Any) -> bool:
+    """Whether there is one of tensors of this dtype."""
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -54,7 +54,7 @@ class Gradients(Platform):
     def is_recorded(self, tensor: Any) -> bool:
         # Integers have no gradient, though MindSpore would send one through them, where they have elements.
         is_wanted = private.requires_grad(tensor) and bool(private.executor().requires_grad())
-        return is_wanted and bool(tensor.is_floating_point() or tensor.is_complex())
+        return is_wanted and empty.has_gradient(tensor)
 
     def call_where_empty(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None

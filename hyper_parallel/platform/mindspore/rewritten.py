@@ -44,20 +44,19 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _changed(name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    known = _IN_PLACE.get(name) or (NAMES[name][0] if name in NAMES else name.lower())
-    if known in _FILLING:
-        return by_rule(known, target, *args[: _FILLING[known]])  # after them come what MindSpore draws from
-    try:
-        function(known)
-    except AttributeError:
+    known = _IN_PLACE.get(name) or NAMES.get(name, (None,))[0]
+    if known is None:
         raise NotImplementedError(
             coded("HP313", f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it")
-        ) from None
+        )
+    if known in _FILLING:
+        return by_rule(known, target, *args[: _FILLING[known]])  # after them come what MindSpore draws from
     return target.copy_(by_rule(known, target, *args, **kwargs))
 
 
 # What the rules call an operator in place, where that is not the name of the one that makes a new tensor.
 _IN_PLACE = {
+    "Addr": "addr",
     "AddsExt": "add",
     "BernoulliScalar": "bernoulli_",
     "Exponential": "exponential_",

@@ -218,7 +218,7 @@ def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any,
     """As ``put``, of tensors whose indexed dims are whole."""
     if accumulate:
         return call("index_put")(input, tuple(indices), values, True)
-    return put_at_(platform.operator("clone")(input), dims, indices, values, accumulate)
+    return put_at_(call("clone")(input), dims, indices, values)
 
 
 def put_own(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:

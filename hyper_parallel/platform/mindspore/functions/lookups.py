@@ -207,11 +207,11 @@ def _index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
 
 
 def _index_put(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    if len(indices) == 1 and indices[0].dtype == mindspore.bool_ and not values.shape:
-        mask = shaped(indices[0], (*indices[0].shape, *(1,) * (len(input.shape) - len(indices[0].shape))))
-        value = values.astype(input.dtype)
-        return mint.where(mask, input + value if accumulate else value, input)
     if any(index is None or index.dtype == mindspore.bool_ for index in indices):
+        if len(indices) == 1 and indices[0] is not None and not values.shape:
+            mask = shaped(indices[0], (*indices[0].shape, *(1,) * (len(input.shape) - len(indices[0].shape))))
+            value = values.astype(input.dtype)
+            return mint.where(mask, input + value if accumulate else value, input)
         raise NotImplementedError("index_put: MindSpore takes indices of the first dims, or a mask for one number")
     shape = np.broadcast_shapes(*(tuple(index.shape) for index in indices))
     wide = [mint.broadcast_to(index, shape).astype(mindspore.int64) for index in indices]
