@@ -3,8 +3,17 @@
 
     shard = redistribute(shard, layout("dp", "None"), layout("None", "dp"), (8, 8))
 
-A gradient lies as its tensor does, but where a reduction is pending every rank has the whole gradient: what every part
-contributes to is the same sum.
+A gradient lies as its tensor does, but where a sum is pending every rank has the whole gradient: what every part
+contributes to is the same sum. Along one axis a shard and its gradient are one of these pairs, and the gradient of a
+gradient goes back to the first of the two:
+
+    Shard        <-> Shard
+    Replicate    <-> Replicate          every rank computes the same with it
+    Replicate    <-> Partial("sum")     *varied*: ranks compute different things with it
+    Partial      <-> Replicate, varied
+
+So a redistribution goes from (layout, varied axes) to (layout, varied axes), its backward from the dual of the target
+to the dual of the source, and that is a redistribution as well: gradients of any order are exact.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Replicate
+from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate
 from hyper_parallel.core.dtensor.redistribution import Box, Plan, Step, box, overlap, plan, volume
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.transform import chunk_sizes
@@ -33,13 +42,15 @@ def redistribute(
     shape: Sequence[int],
     summed: Sequence[int] = (),
     *,
+    varied: Sequence[int] = (),
     value: Any = None,
     implicit: bool = False,
 ) -> Any:
-    """This rank's shard in the target layout; differentiable.
+    """This rank's shard in the target layout; differentiable, any number of times.
 
     ``summed``: axes on which the gradient will arrive in parts, because what is computed from the shard differs there
     from rank to rank. A gather is then a reduce-scatter in backward, and a shard that stays is an all-reduce.
+    ``varied``: axes on which the source is Replicate and its gradient is to be handed back in parts.
     ``value``: the result, where it is known from before; nothing is communicated then, except in backward.
     ``implicit``: nobody asked for it by name; the ledger tells.
     """
@@ -47,12 +58,14 @@ def redistribute(
     source, target = source.bind(ndim), target.bind(ndim)
     for axis in _reduced_first(source, target):
         with cause(implicit):
-            local = _functions()["reduce"].apply(local, source, axis)
+            local = _functions()["reduce"].apply(local, source, axis, tuple(shape))
         source, value = _with(source, axis, Replicate()), None
-    if source is target and not summed:
+    summed, varied = tuple(summed), tuple(varied)
+    recorded = platform.is_recorded(local)
+    if source is target and (summed == varied or not recorded):
         return local
-    way = _Way(source, target, _arriving(target, tuple(summed)), tuple(shape), implicit)
-    if platform.is_recorded(local):
+    way = _Way(source, varied, target, summed, tuple(shape), implicit)
+    if recorded:
         return _functions()["redistribute"].apply(local, value, way)
     return _moved(way, local, value)
 
@@ -70,30 +83,55 @@ def _reduced_first(source: Layout, target: Layout) -> tuple[int, ...]:
     """The axes of reductions that are not linear in their parts: they are taken first, and their gradient goes to the
     part that won."""
     pairs = enumerate(zip(source.placements, target.placements, strict=True))
-    return tuple(
-        axis
-        for axis, (before, after) in pairs
-        if isinstance(before, Partial) and before.reduce_op not in LINEAR and after != before
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _arriving(target: Layout, summed: tuple[int, ...]) -> Layout:
-    """How the gradient arrives."""
-    arriving = gradient_layout(target)
-    for axis in summed:
-        arriving = _with(arriving, axis, Partial())
-    return arriving
+    return tuple(axis for axis, (before, after) in pairs if is_nonlinear(before) and after != before)
 
 
 class _Way(NamedTuple):
-    """From one layout to another: how the gradient arrives, and whether anybody asked for it."""
+    """From one layout to another, each with its varied axes, and whether nobody asked for it."""
 
     source: Layout
+    varied: tuple[int, ...]
     target: Layout
-    arriving: Layout
+    summed: tuple[int, ...]
     shape: tuple[int, ...]
     implicit: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_way(way: _Way) -> tuple[_Way, float, bool]:
+    """The way of the gradient, its factor, and whether this rank's part of it counts."""
+    arriving, arriving_varied = _dual(way.target, way.summed)
+    leaving, leaving_varied = _dual(way.source, way.varied)
+    counts = True
+    for axis, (before, after) in enumerate(zip(way.source.placements, way.target.placements, strict=True)):
+        if is_nonlinear(after) and before != after:
+            # Each rank has the gradient of its own part of the maximum or product.
+            arriving = _with(arriving, axis, Partial())
+            if after.is_partial("prod"):  # all parts but the first are ones
+                counts = counts and way.source.mesh.own_coordinate("redistribute")[axis] == 0
+    back = _Way(arriving, arriving_varied, leaving, leaving_varied, way.shape, way.implicit)
+    return back, _share_of_parts(way.source, way.target), counts
+
+
+@functools.lru_cache(maxsize=4096)
+def _dual(layout: Layout, varied: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
+    """How the gradient of such a tensor lies, and its varied axes."""
+    found = gradient_layout(layout)
+    for axis in varied:
+        found = _with(found, axis, Partial())
+    return found, pending_sums(layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def pending_sums(layout: Layout) -> tuple[int, ...]:
+    """The axes along which a sum or an average is pending."""
+    placements = enumerate(layout.placements)
+    return tuple(axis for axis, p in placements if isinstance(p, Partial) and not is_nonlinear(p))
+
+
+def is_nonlinear(placement: Placement) -> bool:
+    """Whether a pending reduction is none that may be taken after other linear operators."""
+    return isinstance(placement, Partial) and placement.reduce_op not in LINEAR
 
 
 class _Cause(threading.local):
@@ -366,14 +404,18 @@ def _functions() -> dict[str, Any]:
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            way = ctx.way
-            back = redistribute(grad, way.arriving, gradient_layout(way.source), way.shape, implicit=way.implicit)
-            share = _share_of_parts(way.source, way.target)
-            return back if share == 1 else back * share, None, None
+            way, factor, counts = _backward_way(ctx.way)
+            if not counts:
+                grad = platform.tied(platform.full_like(grad, 0), [grad])
+            back = redistribute(
+                grad, way.source, way.target, way.shape, way.summed, varied=way.varied, implicit=way.implicit
+            )
+            return back if factor == 1 else back * factor, None, None
 
     class Reduce(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, local: Any, layout: Layout, axis: int) -> Any:
+        def forward(ctx: Any, local: Any, layout: Layout, axis: int, shape: tuple[int, ...]) -> Any:
+            ctx.layout, ctx.axis, ctx.shape = layout, axis, shape
             ctx.op, ctx.group = layout.placements[axis].reduce_op, layout.mesh.get_group(axis)  # type: ignore[attr-defined]
             result = platform.get_tensor_transform().all_reduce(platform.detach(local), ctx.op, ctx.group)
             ctx.save_for_backward(local, result)
@@ -381,19 +423,45 @@ def _functions() -> dict[str, Any]:
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            # Every rank has the whole gradient, so there is nothing to add up.
+            # Every rank has the whole gradient, so there is nothing to add up; what it does with it is its own.
             data, result = ctx.saved_tensors
-            return platform.reduction_gradient(ctx.op, grad, data, result, ctx.group), None, None
+            layout = gradient_layout(ctx.layout)
+            grad = redistribute(grad, layout, layout, ctx.shape, (ctx.axis,), implicit=True)
+            return platform.reduction_gradient(ctx.op, grad, data, result, ctx.group), None, None, None
 
     return {"redistribute": Redistribute, "reduce": Reduce}
 
 
 @functools.lru_cache(maxsize=4096)
 def _share_of_parts(source: Layout, target: Layout) -> float:
-    """What an averaged part contributes: one over the number of parts, for every average that was taken."""
-    taken = [
-        size
-        for size, before, after in zip(source.mesh_shape, source.placements, target.placements, strict=True)
-        if before.is_partial("avg") and not after.is_partial("avg")
-    ]
-    return 1.0 / math.prod(taken)
+    """What the gradient of the target is multiplied by: a part of an average has one over the number of parts of it."""
+    share = 1.0
+    for size, before, after in zip(source.mesh_shape, source.placements, target.placements, strict=True):
+        share /= size if before.is_partial("avg") else 1
+        share *= size if after.is_partial("avg") else 1
+    return share
+
+
+# --- gradients as users see them
+
+
+def gradient_of_whole(local: Any, layout: Layout, shape: Sequence[int]) -> Any:
+    """The gradient of a tensor by its value, from the gradient of this rank's shard; no nonlinear reduction pending."""
+    layout, count = layout.bind(len(shape)), _parts_of_average(layout)
+    lying = gradient_layout(layout)
+    whole = redistribute(local, lying, lying, shape, varied=pending_sums(layout))
+    return whole if count == 1 else whole * count
+
+
+def gradient_of_shard(local: Any, layout: Layout, shape: Sequence[int]) -> Any:
+    """The reverse: the gradient of this rank's shard of a tensor, from the gradient by its value."""
+    layout, count = layout.bind(len(shape)), _parts_of_average(layout)
+    lying = gradient_layout(layout)
+    part = redistribute(local, lying, lying, shape, pending_sums(layout))
+    return part if count == 1 else part / count
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts_of_average(layout: Layout) -> int:
+    sizes = zip(layout.mesh_shape, layout.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_partial("avg"))

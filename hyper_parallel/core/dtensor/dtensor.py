@@ -18,14 +18,19 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from hyper_parallel.core.dtensor.collectives import redistribute
+from hyper_parallel.core.dtensor.collectives import (
+    gradient_layout,
+    gradient_of_shard,
+    gradient_of_whole,
+    redistribute,
+)
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
-from hyper_parallel.core.dtensor.routes import local_for, own_local_for, routes_of_moved, versions
-from hyper_parallel.core.dtensor.spec import spec_of
+from hyper_parallel.core.dtensor.routes import local_for, own_local_for, reduced_twin, routes_of_moved, versions
+from hyper_parallel.core.dtensor.spec import spec_of, waits_for_nonlinear
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -117,6 +122,20 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     def reduce_partial(self) -> DTensor:
         """The same tensor without pending reductions."""
         return self.redistribute(None, self._layout.reset_partial())
+
+    def gradient_source(self) -> DTensor:
+        """The tensor whose shard gets the gradient of this one: reduced, where the gradient of a part is another."""
+        return reduced_twin(self) if waits_for_nonlinear(self) else self
+
+    def gradient_of_whole(self, grad: Any) -> DTensor:
+        """The gradient by the value of this tensor, from that of its shard."""
+        lying = gradient_layout(self._layout)
+        return DTensor(gradient_of_whole(grad, self._layout, self._shape), lying, self._shape)
+
+    def gradient_of_shard(self, grad: Any) -> Any:
+        """The gradient of the shard, as backward takes it, from that by the value."""
+        lying = gradient_layout(self._layout)
+        return gradient_of_shard(local_for(grad, lying, implicit=False), self._layout, self._shape)
 
     def full_tensor(self) -> Any:
         """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own."""

@@ -12,17 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.collectives import LINEAR, redistribute
+from hyper_parallel.core.dtensor.collectives import gradient_layout, is_nonlinear, redistribute
 from hyper_parallel.core.dtensor.gradient_sums import summed_later
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Partial
+from hyper_parallel.core.dtensor.spec import waits_for_nonlinear
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
-
-
-class _Routes(dict[Any, Any]):
-    """Routes that something may refer to weakly."""
 
 
 class ViewOf(NamedTuple):
@@ -39,6 +35,8 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
     graph = platform.is_recorded(local)
     if target is tensor._layout and not (graph and summed):
         return local
+    if graph and waits_for_nonlinear(tensor) and _takes_reduction(tensor._layout, target):
+        return local_for(reduced_twin(tensor), target, summed, implicit=implicit)
     if not graph:
         summed = ()
     routes, version = _remembered(tensor, local)
@@ -56,6 +54,27 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
             route._made_as = platform.version_of(route)
             routes[key] = route
     return route
+
+
+def reduced_twin(tensor: Any) -> Any:
+    """A tensor in which a maximum, minimum or product is pending, with that reduction taken: all users share it.
+
+    The gradient of the value is that of the twin; the shard gets the gradient of its own part.
+    """
+    target = gradient_layout(tensor._layout)
+    routes, version = _remembered(tensor, tensor._local)
+    recorded, here = (
+        (None, target, "reduced", graph, version) for graph in (True, platform.is_recorded(tensor._local))
+    )
+    twin = None
+    if routes is not None:
+        twin = routes.get(recorded, routes.get(here))
+    if twin is None:
+        twin = type(tensor)(_made(tensor, target, (), None, implicit=True), target, tensor._shape)
+        twin.keep_gradient_of(tensor)
+        if routes is not None:
+            routes[here] = twin
+    return twin
 
 
 def own_local_for(tensor: Any, target: Layout) -> Any:
@@ -78,14 +97,19 @@ def routes_of_moved(tensor: Any, target: Layout) -> Any:
         return None
     local = tensor._local
     routes, version = _remembered(tensor, local)
+    if routes is None:
+        return None
     key = (None, target, (), platform.is_recorded(local), version)
-    return None if routes is None else routes.setdefault(key, _Routes())
+    moved = routes.get(key)
+    if moved is None:
+        moved = routes[key] = {}
+    return moved
 
 
 def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool) -> Any:
     if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
         route = summed_later(tensor._local, tensor._layout, tuple(tensor._shape), summed)
-        return redistribute(route, tensor._layout, target, tensor._shape, implicit=implicit)
+        return redistribute(route, tensor._layout, target, tensor._shape, summed, varied=summed, implicit=implicit)
     view = tensor._origin
     if isinstance(view, ViewOf):
         base, again, version = view
@@ -99,6 +123,13 @@ def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, impl
             origin._local, origin._layout, target, tensor._shape, summed, value=tensor._local, implicit=implicit
         )
     return redistribute(tensor._local, tensor._layout, target, tensor._shape, summed, value=value, implicit=implicit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_reduction(source: Layout, target: Layout) -> bool:
+    """Whether a maximum, minimum or product that is pending has been taken in the target."""
+    pairs = zip(source.placements, target.placements, strict=True)
+    return any(is_nonlinear(before) and before != after for before, after in pairs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,7 +156,7 @@ def _origin_for(tensor: Any, target: Layout, summed: tuple[int, ...]) -> Any:
 def _known(routes: Any, key: tuple[Any, ...]) -> Any:
     """The value, where another route to the same layout has it already."""
     source, target, _, graph, version = key
-    if any(isinstance(p, Partial) and p.reduce_op not in LINEAR for p in source.placements):
+    if any(map(is_nonlinear, source.placements)):
         return None
     found = (
         route for other, route in routes.items() if other[:2] == (source, target) and other[3:] == (graph, version)

@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.spec import waits_for_nonlinear
 from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
@@ -24,7 +25,7 @@ from hyper_parallel.core.shard.arguments import (
     on_shards,
     one_mesh,
 )
-from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Run, Whole, fast
+from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Reduced, Run, Whole, fast
 from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
@@ -92,6 +93,8 @@ class Dispatcher:
             return Into(self.dispatch, func, called).run
         op = OPERATORS.get(called.name)
         inplace = called.inplace or kwargs.get("inplace") is True
+        if any(map(waits_for_nonlinear, tensors)):
+            return Back(self.dispatch, called).run if inplace else Reduced(self.dispatch, func, called).run
         reason = "it is in no table"
         scalars = not any(tensor._shape for tensor in tensors)  # of which there is nothing to cut
         if op is not None:

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
-from hyper_parallel.core.dtensor.spec import spec_of
+from hyper_parallel.core.dtensor.spec import spec_of, waits_for_nonlinear
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     check_explicit,
@@ -347,6 +347,23 @@ class Back:
             )
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         return copied_back(tensors[0], self._dispatch(func, args, kwargs))
+
+
+class Reduced:
+    """A call on the values of tensors in which a maximum, minimum or product is pending that gradients flow through."""
+
+    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called) -> None:
+        self._dispatch, self._func, self._called = dispatch, func, called
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        if MODES.explicit:
+            for number, tensor in enumerate(tensors):
+                if waits_for_nonlinear(tensor):
+                    check_explicit(self._called.name, tensor, number, tensor._layout.reset_partial())
+        values = iter([tensor.gradient_source() for tensor in tensors])
+        args, kwargs = replaced(args, values), {name: replaced(value, values) for name, value in kwargs.items()}
+        return self._dispatch(self._func, args, kwargs, self._called)
 
 
 class Into:

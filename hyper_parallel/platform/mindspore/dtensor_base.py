@@ -165,6 +165,9 @@ class DTensorBase(Tensor):
         """Never: the shard is in the graph of whatever made it."""
         return False
 
+    def keep_gradient_of(self, leaf: Any) -> None:
+        """Nothing to do: MindSpore returns gradients, and tensors have none."""
+
     def to_local(self) -> Any:
         """The data on this rank, as a plain tensor: that of a leaf and of what is not recorded shares its memory.
 

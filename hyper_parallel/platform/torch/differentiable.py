@@ -8,6 +8,7 @@ The linear ones call each other's ``apply`` in backward, so gradients of gradien
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from hyper_parallel.platform.checks import (
     check_transposed,
     meet,
 )
-from hyper_parallel.platform.torch import gloo
+from hyper_parallel.platform.torch import gloo, ties
 from hyper_parallel.platform.torch.collectives import (
     Collectives,
     as_stored,
@@ -58,12 +59,14 @@ class Differentiable(Collectives):
         if op in ("max", "min"):
             won = (data == result).to(grad.dtype)
             return grad * won / self.all_reduce(won.clone(), resolved)  # ties share, as in torch.amax
-        # The product of the others: the result divided by this rank's data would fail where that is zero.
-        is_zero = data == 0
-        zeros = self.all_reduce(is_zero.to(torch.int32), resolved)
-        of_nonzero = self.all_reduce(torch.where(is_zero, 1, data), resolved, op="prod")
-        others = torch.where(is_zero, of_nonzero, of_nonzero / torch.where(is_zero, 1, data))
-        return grad * torch.where(zeros == is_zero.to(torch.int32), others, 0)
+        return grad * self._product_of_others(data, resolved)
+
+    def _product_of_others(self, data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The product of all other ranks' data, in the graph; dividing by this rank's would fail where that is zero."""
+        rows = _AllGather.apply(data.unsqueeze(0), 0, [1] * group.size(), group, self).unbind(0)
+        others = [row for rank, row in enumerate(rows) if rank != group.rank()]
+        product = functools.reduce(torch.mul, others, torch.ones_like(data))
+        return ties.tied(product, [rows[group.rank()]]) if rows[0].requires_grad else product
 
     def differentiable_all_gather_concat(
         self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None

@@ -156,12 +156,16 @@ class DTensorBase(torch.Tensor):
 
     def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
         self._local.requires_grad_(requires_grad)
+        self._spec = None
         with torch._C.DisableTorchFunctionSubclass():
             _require_grad_of_wrapper(self, requires_grad)
         return self
 
     def _gradient(self) -> DTensorBase | None:
         """The gradient lies as the tensor does, whole where a reduction is pending."""
+        source = self.gradient_source()
+        if source is not self:
+            return source._gradient()
         grad = self._local.grad
         if grad is None:
             self._last_gradient = None
@@ -171,16 +175,35 @@ class DTensorBase(torch.Tensor):
                 made._spec = self._spec
         return self._last_gradient
 
-    def _gradient_of(self, grad: torch.Tensor) -> DTensorBase:
-        return type(self)(grad, self._layout.reset_partial(), self._shape)
+    def gradient_source(self) -> DTensorBase:
+        """The tensor whose shard gets the gradient of this one; a deriving class says which."""
+        return self
 
-    def _in_gradient_layout(self, grad: DTensorBase) -> torch.Tensor:
-        """The shard of a gradient of this tensor, as backward takes it."""
-        return grad.redistribute(None, self._layout.reset_partial())._local
+    def _gradient_of(self, grad: torch.Tensor) -> DTensorBase:
+        if self._layout.is_partial():
+            return self.gradient_of_whole(grad)
+        return type(self)(grad, self._layout, self._shape)
+
+    def keep_gradient_of(self, leaf: DTensorBase) -> None:
+        """Keeps the gradient of this tensor as that of a leaf from which it was computed."""
+        if leaf._local.is_leaf and self._local.requires_grad:
+            self._local.retain_grad()
+
+    def gradient_of_whole(self, grad: torch.Tensor) -> DTensorBase:
+        """The gradient by the value of this tensor, from that of its shard; a deriving class says how."""
+        raise NotImplementedError
+
+    def gradient_of_shard(self, grad: DTensorBase) -> torch.Tensor:
+        """The gradient of the shard, as backward takes it, from that by the value; a deriving class says how."""
+        raise NotImplementedError
 
     def _set_gradient(self, grad: Any) -> None:
+        source = self.gradient_source()
+        if source is not self:
+            source._set_gradient(grad)
+            grad = None
         if isinstance(grad, DTensorBase):
-            grad = self._in_gradient_layout(grad)
+            grad = self.gradient_of_shard(grad)
         elif grad is not None:
             raise TypeError(
                 coded("HP227", f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
@@ -209,7 +232,7 @@ class DTensorBase(torch.Tensor):
         """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
         target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
         if isinstance(gradient, DTensorBase):
-            return target._local, self._in_gradient_layout(gradient)
+            return target._local, target.gradient_of_shard(gradient)
         if gradient is None:
             if self._shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -229,11 +252,14 @@ class DTensorBase(torch.Tensor):
         self._origin = self._routes = None  # routes are shared with others that were gathered from the same tensor
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
+        source = self.gradient_source()
+        if source is not self:
+            return source._hooked(hook)
         self._watched("register_hook")
 
         def on_shard(grad: torch.Tensor) -> Any:
             changed = hook(self._gradient_of(grad))
-            return self._in_gradient_layout(changed) if isinstance(changed, DTensorBase) else changed
+            return self.gradient_of_shard(changed) if isinstance(changed, DTensorBase) else changed
 
         return self._local.register_hook(on_shard)
 
@@ -241,6 +267,10 @@ class DTensorBase(torch.Tensor):
         return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def _retain_grad(self) -> None:
+        source = self.gradient_source()
+        if source is not self:
+            source._retain_grad()
+            return
         self._watched("retain_grad")
         self._local.retain_grad()
 
@@ -289,6 +319,7 @@ def _grad(
     given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
     pairs = zip(outputs, given, strict=True)
     seeds = [out._seed(grad) if isinstance(out, DTensorBase) else (out, grad) for out, grad in pairs]
+    inputs = [one.gradient_source() if isinstance(one, DTensorBase) else one for one in inputs]
     for one in inputs:
         if isinstance(one, DTensorBase):
             one._watched("autograd.grad")

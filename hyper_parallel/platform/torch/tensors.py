@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called, Platform
-from hyper_parallel.platform.torch import operators
+from hyper_parallel.platform.torch import operators, ties
 from hyper_parallel.platform.torch.deferred_init import deferred_copy
 from hyper_parallel.platform.transform import chunk_span
 
@@ -40,6 +41,31 @@ ALIASES = {
 _WITHOUT_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 _MEMORIES: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
+
+
+class _LeafMemory(dict[Any, Any]):
+    """What was made from a leaf, until other leaves need the room.
+
+    The graph of what is made from a leaf holds the leaf, so what is remembered here would never be freed. When it is
+    forgotten depends on the program alone, never on what this rank still refers to: ranks that disagree on what they
+    remember disagree on what to communicate.
+    """
+
+    _MOST = 8
+    _latest: ClassVar[OrderedDict[int, weakref.ref[_LeafMemory]]] = OrderedDict()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            return  # it holds nothing
+        latest = _LeafMemory._latest
+        latest.pop(id(self), None)
+        latest[id(self)] = weakref.ref(self)
+        if len(latest) > self._MOST:
+            _, oldest = latest.popitem(last=False)
+            memory = oldest()
+            if memory is not None:
+                memory.clear()
 
 
 class Tensors(Platform):
@@ -233,11 +259,7 @@ class Tensors(Platform):
         return func(*args, **(kwargs or {}))
 
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        for operand in operands:
-            if self.is_recorded(operand) and operand.is_floating_point():
-                nothing = operand.reshape(-1)[:0].to(result.dtype)
-                result = torch.cat([result.reshape(-1), nothing]).reshape(result.shape)
-        return result
+        return ties.tied(result, [x for x in operands if self.is_recorded(x) and x.is_floating_point()])
 
     def is_dense(self, tensor: Any) -> bool:
         return tensor.layout is torch.strided
@@ -256,8 +278,7 @@ class Tensors(Platform):
         # Beside the tensor, not on it: what is on it would be saved and copied with it.
         memory = _MEMORIES.get(tensor)
         if memory is None:
-            # The graph of what is made from a leaf holds the leaf: a strong reference would be a cycle for ever.
-            memory = _MEMORIES[tensor] = WeakValueDictionary() if tensor.is_leaf else {}
+            memory = _MEMORIES[tensor] = _LeafMemory() if tensor.is_leaf else {}
         return memory
 
     # --- devices and randomness
