@@ -3,8 +3,9 @@
 
     python -m tools.operators --samples 2 add nn.functional.conv2d
 
-Two ranks call each operator on distributed tensors, forward and, with a randomly weighted sum as the loss, backward;
-results, gradients and changed arguments are compared with the plain call. The same sweep runs on
+Two ranks call each operator on distributed tensors, forward and, with a randomly weighted sum as the loss, backward,
+and backward again from a randomly weighted sum of the gradients; results, gradients, gradients of gradients and changed
+arguments are compared with the plain call. The same sweep runs on
 torch.distributed.tensor, to tell how common what it finds is. tools/operators.py is the command.
 """
 
@@ -32,6 +33,7 @@ MOST_PLACEMENTS = 24  # of all arguments of a sample together, drawn by chance w
 LARGE = 100_000  # elements, above which a sample is called without combinations of placements
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 CLOSE_IN_DOUBLE = {"rtol": 1e-8, "atol": 1e-8}
+CLOSE_OF_SECOND = {"rtol": 1e-6, "atol": 1e-6}  # in float64 too; powers of large numbers round more
 
 Placed = int | str | None  # a dim that is cut, "partial", or None for a copy on every rank
 
@@ -41,6 +43,7 @@ class Found:
     """What the sweep saw of one operator."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    second: Counter[str] = field(default_factory=Counter)  # of gradients of gradients: right, refused, wrong, crashed
     notes: list[str] = field(default_factory=list)  # what went wrong, and why something was refused
     rules: list[tuple[str, str]] = field(
         default_factory=list
@@ -53,6 +56,12 @@ class Found:
         self.outcomes[outcome] += 1
         if outcome not in ("sharded", "replicated") and len(self.notes) < 4:
             self.notes.append(f"{outcome}: {told}")
+
+    def note_second(self, outcome: str, told: str) -> None:
+        """Counts an outcome of the gradients of gradients."""
+        self.second[outcome] += 1
+        if outcome != "right" and len(self.notes) < 4:
+            self.notes.append(f"second order {outcome}: {told}")
 
 
 # --- the two libraries
@@ -242,6 +251,7 @@ class Run:
     arguments: list[Any]
     results: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
+    seconds: list[torch.Tensor | None] = field(default_factory=list)  # gradients of the gradients' weighted sum
 
 
 def called(
@@ -251,6 +261,7 @@ def called(
     whole: Callable[[Any], Any] = lambda tensor: tensor,
     seed: int = 0,
     backward: bool = True,
+    second: bool = False,
 ) -> Run:
     """The operator on the sample's arguments, put somewhere; with gradients where there are any."""
     made: list[Any] = []
@@ -269,11 +280,25 @@ def called(
         given = op(target, *args, **kwargs)
     results = [dense(whole(result)) for result in tensors_in(given)]
     loss = weighted_sum(results) if backward else None
+    seconds = gradients_of_gradients(loss, made, whole) if second and loss is not None else []
     if loss is not None:
         loss.backward()
     with torch.no_grad():
         gradients = [None if t.grad is None else dense(whole(t.grad)) for t in made]
-        return Run([dense(whole(t.detach())) for t in made], [result.detach() for result in results], gradients)
+        arguments = [dense(whole(t.detach())) for t in made]
+        return Run(arguments, [result.detach() for result in results], gradients, seconds)
+
+
+def gradients_of_gradients(loss: torch.Tensor, made: Sequence[Any], whole: Callable[[Any], Any]) -> list[Any]:
+    """The gradients of a weighted sum of the gradients of a loss; none where those are constant."""
+    leaves = [t for t in made if t.requires_grad and t.is_leaf]
+    firsts = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+    loss = weighted_sum([dense(whole(g)) for g in firsts if g is not None])
+    if loss is None:
+        return []
+    seconds = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    with torch.no_grad():
+        return [None if g is None else dense(whole(g)) for g in seconds]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,10 +330,32 @@ def difference(found: Run, expected: Run, close: dict[str, float], random_values
     if random_values:
         return ""
     pairs += [(f"argument {i}", *pair) for i, pair in enumerate(zip(found.arguments, expected.arguments, strict=True))]
-    for i, (mine, true) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+    pairs += pairs_of("gradient", found.gradients, expected.gradients)
+    return first_difference(pairs, close)
+
+
+def difference_of_seconds(found: Run, expected: Run, close: dict[str, float]) -> str:
+    """What differs between the gradients of gradients of two runs."""
+    if not found.seconds or not expected.seconds:  # a gradient that is constant has none, or zeros
+        found, expected = (
+            Run([], [], [], one.seconds or [None] * len(other.seconds))
+            for one, other in ((found, expected), (expected, found))
+        )
+    return first_difference(pairs_of("gradient of the gradient", found.seconds, expected.seconds), close)
+
+
+def pairs_of(name: str, found: Sequence[Any], expected: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+    """Gradients to be compared; none is zero."""
+    pairs = []
+    for i, (mine, true) in enumerate(zip(found, expected, strict=True)):
         if mine is not None or true is not None:
             zero = torch.zeros_like(mine if true is None else true)
-            pairs.append((f"gradient {i}", zero if mine is None else mine, zero if true is None else true))
+            pairs.append((f"{name} {i}", zero if mine is None else mine, zero if true is None else true))
+    return pairs
+
+
+def first_difference(pairs: Iterable[tuple[str, Any, Any]], close: dict[str, float]) -> str:
+    """What is said of the first pair that differs."""
     for name, mine, true in pairs:
         if not near(mine, true, close):
             return f"{name} differs by {far(mine, true):.3g}"
@@ -380,12 +427,15 @@ class Sweep:
             return
         found.samples += 1
         is_random = "empty" in name or bool(difference(again, expected, CLOSE, random_values=False))
+        second = backward and not is_random and self._has_second(op, sample)
         tensors = tensors_in(sample)
         for places in placements_of(tensors, random.Random(number), self._placements):
+            where = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}"
             outcome, told = self._compare(op, sample, places, expected, is_random, backward)
-            if outcome not in ("sharded", "replicated"):
-                told = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}: {told}"
-            found.note(outcome, told)
+            found.note(outcome, f"{where}: {told}")
+            if second and outcome in ("sharded", "replicated"):
+                outcome, told = self._compare_second(op, sample, places)
+                found.note_second(outcome, f"{where}: {told}")
 
     @staticmethod
     def _plain(op: Any, sample: Any) -> tuple[Run, bool]:
@@ -394,6 +444,14 @@ class Sweep:
             return called(op, sample), True
         except RuntimeError:
             return called(op, sample, backward=False), False
+
+    @staticmethod
+    def _has_second(op: Any, sample: Any) -> bool:
+        """Whether torch can differentiate the gradients, and they are not constant."""
+        try:
+            return bool(called(op, in_double(sample), second=True).seconds)
+        except (RuntimeError, NotImplementedError):
+            return False
 
     def _compare(
         self, op: Any, sample: Any, places: Sequence[Placed], expected: Run, is_random: bool, backward: bool
@@ -406,18 +464,33 @@ class Sweep:
                 plain, (_, run) = called(op, wide, backward=backward), self._distributed(op, wide, places, backward)
                 told = difference(run, plain, CLOSE_IN_DOUBLE, random_values=False)
         except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
-            if self._library.refuses(error):
-                return "refused", first_line(error)
-            return "crashed", f"{type(error).__name__}: {first_line(error)}"
+            return self._judge(error)
         return ("wrong", told) if told else (outcome, "")
 
-    def _distributed(self, op: Any, sample: Any, places: Sequence[Placed], backward: bool) -> tuple[str, Run]:
+    def _compare_second(self, op: Any, sample: Any, places: Sequence[Placed]) -> tuple[str, str]:
+        """In float64, where rounding does not hide a mistake."""
+        wide = in_double(sample)
+        try:
+            _, run = self._distributed(op, wide, places, backward=True, second=True)
+        except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
+            return self._judge(error)
+        told = difference_of_seconds(run, called(op, wide, second=True), CLOSE_OF_SECOND)
+        return ("wrong", told) if told else ("right", "")
+
+    def _judge(self, error: Exception) -> tuple[str, str]:
+        if self._library.refuses(error):
+            return "refused", first_line(error)
+        return "crashed", f"{type(error).__name__}: {first_line(error)}"
+
+    def _distributed(
+        self, op: Any, sample: Any, places: Sequence[Placed], backward: bool, second: bool = False
+    ) -> tuple[str, Run]:
         runs: list[Run] = []
 
         def run() -> None:
             following = iter(places)
             put = lambda tensor: self._library.put(tensor, next(following), self._rank)  # noqa: E731
-            runs.append(called(op, sample, put, self._whole, backward=backward))
+            runs.append(called(op, sample, put, self._whole, backward=backward, second=second))
 
         return self._library.call(run), runs[-1]
 
@@ -481,7 +554,8 @@ def _both(library: str, names: Sequence[str], most: int | None, placements: int)
     first, second = run_ranks(sweep_on_rank, 2, library, names, most, placements, timeout=timeout)
     for name, other in second.items():
         for outcome in ("wrong", "crashed"):
-            if other.outcomes[outcome] > first[name].outcomes[outcome]:
-                first[name].outcomes = other.outcomes
+            found = [(one.outcomes[outcome], one.second[outcome]) for one in (other, first[name])]
+            if any(more > fewer for more, fewer in zip(*found, strict=True)):
+                first[name].outcomes, first[name].second = other.outcomes, other.second
                 first[name].notes = [f"rank 1: {note}" for note in other.notes]
     return first

@@ -593,6 +593,10 @@ class Platform(ABC):
         """A context in which nothing is recorded for backward."""
 
     @abstractmethod
+    def recording(self, on: bool) -> AbstractContextManager[Any]:
+        """A context in which what is computed is recorded for backward, or is not."""
+
+    @abstractmethod
     def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
         """The gradients of a function with one number as its result, for tensors that are its arguments."""
 

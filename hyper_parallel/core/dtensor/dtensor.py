@@ -24,6 +24,7 @@ from hyper_parallel.core.dtensor.collectives import (
     gradient_of_whole,
     redistribute,
 )
+from hyper_parallel.core.dtensor.copied_views import follow_base, remember_base
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
@@ -102,6 +103,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None) -> DTensor:
         """The same tensor in another layout on the same mesh; Replicate where none is given."""
+        self.current()
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
             raise ValueError(coded("HP224", f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}"))
@@ -123,6 +125,16 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """The same tensor without pending reductions."""
         return self.redistribute(None, self._layout.reset_partial())
 
+    def follow_base(self) -> None:
+        """Takes over what has changed in the tensor that this one is a copy of."""
+        follow_base(self)
+
+    def detached_copy(self) -> DTensor:
+        """The tensor outside the graph, where it had to be a copy of another: it follows that one as well."""
+        made = DTensor(self.to_local().detach(), self._layout, self._shape)
+        remember_base(made, self, self._copy_of or "detach", lambda: self.detach(), is_view=True)
+        return made
+
     def gradient_source(self) -> DTensor:
         """The tensor whose shard gets the gradient of this one: reduced, where the gradient of a part is another."""
         return reduced_twin(self) if waits_for_nonlinear(self) else self
@@ -139,7 +151,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def full_tensor(self) -> Any:
         """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own."""
-        return own_local_for(self, layout_of(self.device_mesh, [Replicate()] * self.device_mesh.ndim, len(self._shape)))
+        return own_local_for(
+            self.current(), layout_of(self.device_mesh, [Replicate()] * self.device_mesh.ndim, len(self._shape))
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """The tensor with another dtype or device, as the framework's ``to``."""

@@ -31,7 +31,8 @@ def spec_of(tensor: Any) -> Any:
         if len(_SPECS) >= _MOST_SPECS:
             _SPECS.clear()
         spec = _SPECS[key] = _Spec()
-    tensor._spec = spec
+    if tensor._taken is None:
+        tensor._spec = spec
     return spec
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.copied_views import remember_base
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.spec import waits_for_nonlinear
@@ -82,7 +83,25 @@ class Dispatcher:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[tuple(key)] = run
-        return run(tensors, args, kwargs)
+        result = run(tensors, args, kwargs)
+        if isinstance(result, (DTensor, tuple, list)):
+            self._follow(result, tensors, func, args, kwargs, called)
+        return result
+
+    def _follow(self, result: Any, tensors: list[DTensor], func: Any, args: Any, kwargs: Any, called: Any) -> None:
+        """Has the results that had to be copies follow the tensor of which they should be views."""
+        several = not isinstance(result, DTensor)
+        for number, one in enumerate(result if several else (result,)):
+            if not isinstance(one, DTensor) or one._copy_of is None or one._taken is not None or one is tensors[0]:
+                continue
+
+            def again(number: int = number) -> Any:
+                found = self.dispatch(func, args, kwargs, called)
+                return found[number] if several else found
+
+            name = (called or platform.called(func)).name
+            op = OPERATORS.get(name)
+            remember_base(one, tensors[0], name, again, is_view=op is None or op.view is True)
 
     def forget(self) -> None:
         """Drops all plans: a rule has changed."""

@@ -38,6 +38,8 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
     for value in values:
         kind = type(value)
         if kind is DTensor:
+            if value._taken is not None:
+                value.follow_base()
             if value._unrecorded and value.lost_its_graph:
                 raise OperatorError(coded("HP309", _LOST))
             tensors.append(value)
@@ -55,7 +57,7 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
         elif isinstance(value, Tensor):
             if not isinstance(value, DTensor):
                 raise PlainTensorError
-            tensors.append(value)
+            tensors.append(value.current())
             key.append(value._spec or spec_of(value))
         else:
             key += (kind, value)

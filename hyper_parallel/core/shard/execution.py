@@ -72,7 +72,8 @@ class Planned:
         self._moves = list(moves)
         self._inplace = inplace
         changes = [move is not None and move[0] is not t._layout for move, t in zip(moves, tensors, strict=True)]
-        self._copy_of = self._called.name if self._op.view and changes and changes[0] else None
+        is_copy = self._op.view and bool(changes) and changes[0] and not _takes_elements(self._called, args)
+        self._copy_of = self._called.name if is_copy else None
         self._empty = any(layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors))
         ready = None
         if self._here is not None and self._op.ready is not None:
@@ -151,7 +152,7 @@ class Planned:
         made = fast.Plan()
         made.func, made.run, made.wrap = func, run, wrap
         made.layout, made.shape, made.expected = self._layouts[0], self._shapes[0], self._expected[0]
-        made.fixed, made.view, made.routed = fixed, self._op.view, routed
+        made.fixed, made.view, made.routed = fixed, bool(self._op.view), routed
         return made
 
     def _simple_wrap(self, fixed: bool) -> Callable[[Any, DTensor], Any]:
@@ -229,6 +230,14 @@ class Planned:
                 )
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
+
+
+def _takes_elements(called: Called, args: Any) -> bool:
+    """Whether an index picks elements one by one, which gives a copy on one device too."""
+    if called.name != "getitem" or len(args) < 2:
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(not (item is None or item is Ellipsis or type(item) in (int, slice)) for item in index)
 
 
 def _remembering(func: Any, run: Run) -> Run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import mindspore
@@ -24,6 +25,10 @@ class Gradients(Platform):
 
     def no_grad(self) -> Any:
         return private.no_grad()()
+
+    def recording(self, on: bool) -> Any:
+        """There is no way to record inside ``no_grad()``: it is as outside."""
+        return nullcontext() if on else self.no_grad()
 
     def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
         executor = private.executor()

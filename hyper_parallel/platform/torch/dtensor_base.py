@@ -31,6 +31,7 @@ class DTensorBase(torch.Tensor):
     _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _taken: Any = None  # from what, and how to take it again when that has changed
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype
     _last_gradient: DTensorBase | None = None  # optimizers ask for it again and again
@@ -95,7 +96,17 @@ class DTensorBase(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """The data on this rank, as a plain tensor that shares its memory."""
-        return self._local
+        return self.current()._local
+
+    def current(self) -> DTensorBase:
+        """The tensor itself; one that had to be a copy of another, and not a view, has taken over its changes."""
+        if self._taken is not None:
+            self.follow_base()
+        return self
+
+    def follow_base(self) -> None:
+        """Takes over what has changed in the tensor that this one is a copy of; a deriving class says how."""
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (_rebuild, (type(self), self._local, self._layout, tuple(self._shape)))
@@ -136,7 +147,13 @@ class DTensorBase(torch.Tensor):
         return type(self)(local, self._layout, self._shape)
 
     def _detached(self) -> DTensorBase:
+        if self._taken is not None:
+            return self.detached_copy()
         return self._twin(self._local.detach())
+
+    def detached_copy(self) -> DTensorBase:
+        """The tensor outside the graph, where it had to be a copy of another; a deriving class says how."""
+        raise NotImplementedError
 
     def _set_data(self, data: Any) -> None:
         """Other data of the same layout, in place; the wrapper takes its dtype and device."""
@@ -214,7 +231,7 @@ class DTensorBase(torch.Tensor):
     def _deepcopied(self, memo: dict[int, Any]) -> DTensorBase:
         if id(self) not in memo:
             twin = self._twin(copy.deepcopy(self._local, memo))
-            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec", "_last_gradient")
+            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec", "_last_gradient", "_copy_of", "_taken")
             twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
             memo[id(self)] = twin
         return memo[id(self)]
@@ -223,7 +240,7 @@ class DTensorBase(torch.Tensor):
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """From every rank's shard."""
-        shard, gradient = self._seed(gradient)
+        shard, gradient = self.current()._seed(gradient)
         if inputs is not None:
             inputs = [one._local if isinstance(one, DTensorBase) else one for one in _several(inputs)]
         torch.autograd.backward(shard, gradient, retain_graph, create_graph, inputs=inputs)
@@ -252,7 +269,7 @@ class DTensorBase(torch.Tensor):
         self._origin = self._routes = None  # routes are shared with others that were gathered from the same tensor
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
-        source = self.gradient_source()
+        source = self.current().gradient_source()
         if source is not self:
             return source._hooked(hook)
         self._watched("register_hook")
@@ -267,7 +284,7 @@ class DTensorBase(torch.Tensor):
         return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def _retain_grad(self) -> None:
-        source = self.gradient_source()
+        source = self.current().gradient_source()
         if source is not self:
             source._retain_grad()
             return
@@ -318,8 +335,8 @@ def _grad(
     outputs, inputs = _several(outputs), _several(inputs)
     given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
     pairs = zip(outputs, given, strict=True)
-    seeds = [out._seed(grad) if isinstance(out, DTensorBase) else (out, grad) for out, grad in pairs]
-    inputs = [one.gradient_source() if isinstance(one, DTensorBase) else one for one in inputs]
+    seeds = [out.current()._seed(grad) if isinstance(out, DTensorBase) else (out, grad) for out, grad in pairs]
+    inputs = [one.current().gradient_source() if isinstance(one, DTensorBase) else one for one in inputs]
     for one in inputs:
         if isinstance(one, DTensorBase):
             one._watched("autograd.grad")
@@ -363,6 +380,10 @@ def _attribute_of_shard(name: str) -> Callable[..., Any]:
     return lambda tensor: getattr(tensor._local, name)
 
 
+def _attribute_of_graph(name: str) -> Callable[..., Any]:
+    return lambda tensor: getattr((tensor if tensor._taken is None else tensor.current())._local, name)
+
+
 def _of_whole(name: str) -> Callable[..., Any]:
     return lambda tensor, *args, **kwargs: getattr(tensor.redistribute()._local.detach(), name)(*args, **kwargs)
 
@@ -396,17 +417,13 @@ _OWN: dict[Any, Callable[..., Any]] = {
     ),
 }
 for _name in (
-    "_version",
-    "device",
-    "dtype",
-    "grad_fn",
-    "is_leaf",
-    "requires_grad",
-    "retains_grad",
+    "device", "dtype", "retains_grad",
     "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia", "is_nested", "is_quantized",
     "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
 ):  # fmt: skip
     _OWN[_property(_name).__get__] = _attribute_of_shard(_name)
+for _name in ("_version", "grad_fn", "is_leaf", "requires_grad"):
+    _OWN[_property(_name).__get__] = _attribute_of_graph(_name)
 for _name in (
     "_is_zerotensor", "get_device", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_floating_point",
     "is_inference", "is_neg", "is_pinned", "is_shared", "is_signed", "data_ptr", "untyped_storage", "element_size",

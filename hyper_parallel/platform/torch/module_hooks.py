@@ -35,10 +35,10 @@ class ShardBackwardHook(BackwardHook):
     def _on_shards(self, set_hooks: Callable[[Any], Any], args: Any, like: dict[int, DTensorBase]) -> Any:
         several = isinstance(args, tuple)
         items = args if several else (args,)
-        like.update({i: item for i, item in enumerate(items) if isinstance(item, DTensorBase)})
+        like.update({i: item.gradient_source() for i, item in enumerate(items) if isinstance(item, DTensorBase)})
         if not like:
             return set_hooks(args)
-        found = set_hooks(tuple(item._local if i in like else item for i, item in enumerate(items)))
+        found = set_hooks(tuple(like[i]._local if i in like else item for i, item in enumerate(items)))
         made = tuple(like[i]._twin(item) if i in like else item for i, item in enumerate(found))
         return made if several else made[0]
 
@@ -64,7 +64,7 @@ def _unwrapped(gradients: Any, like: dict[int, DTensorBase]) -> Any:
     if gradients is None:
         return None
     items = gradients if isinstance(gradients, tuple) else (gradients,)
-    made = (like[i]._in_gradient_layout(g) if isinstance(g, DTensorBase) else g for i, g in enumerate(items))
+    made = (like[i].gradient_of_shard(g) if isinstance(g, DTensorBase) else g for i, g in enumerate(items))
     return tuple(made)
 
 

@@ -246,6 +246,9 @@ class Tensors(Platform):
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 
+    def recording(self, on: bool) -> AbstractContextManager[Any]:
+        return torch.set_grad_enabled(on)
+
     def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         return list(torch.autograd.grad(function(*leaves), leaves))

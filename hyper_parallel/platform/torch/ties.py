@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins a result to operands that it does not depend on, in gradients of every order.
 
-A rank whose shard is empty computes without some operands that other ranks use. Backward of those ranks communicates for
+A rank whose shard is empty computes without some operands that other ranks use. Their backward communicates for
 these operands, so this rank must reach them as well, and in the gradient of the gradient again: the gradient of each
 operand is joined to all of them. Everything that is added is zero.
 """
@@ -21,7 +21,7 @@ def tied(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor
         return result
     # Tokens without elements stand for the operands, which may be changed in place before backward.
     tokens = [_Zeros.apply((0,), operand.dtype, operand) for operand in operands]
-    return _Joined.apply(result, *tokens)  # type: ignore[no-any-return]
+    return _Joined.apply(result, *tokens)
 
 
 class _Joined(Function):

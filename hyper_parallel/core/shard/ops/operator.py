@@ -41,7 +41,7 @@ class Operator:
     ``local``: ``local(here, **arguments)`` instead of the operator itself, where a shard needs something else.
     ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
     ``direct``: ``direct(func, args, kwargs)`` does it all on the arguments as they came.
-    ``view``: the result shares the memory of the first operand.
+    ``view``: the result shares the memory of the first operand; "maybe" where that depends on how it lies in memory.
     ``ready``: ``ready(here, **arguments)`` gives, once for a plan, a function that does what ``local`` does when it is
     called in place of the operator, with the shards among the arguments as they came; or None.
     ``zeros``: plain zeros among the arguments are taken: torch's modules begin with them.
@@ -56,7 +56,7 @@ class Operator:
     local: Callable[..., Any] | None = None
     handler: Callable[..., Any] | None = None
     direct: Callable[..., Any] | None = None
-    view: bool = False
+    view: bool | str = False
     zeros: bool = False
     ready: Callable[..., Callable[..., Any] | None] | None = None
     family: str = ""
@@ -91,7 +91,7 @@ def operator(
     local: Callable[..., Any] | None = None,
     handler: Callable[..., Any] | None = None,
     direct: Callable[..., Any] | None = None,
-    view: bool = False,
+    view: bool | str = False,
     zeros: bool = False,
     ready: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> None:

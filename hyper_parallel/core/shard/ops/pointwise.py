@@ -51,9 +51,9 @@ operator("softplus", "input, beta=1, threshold=20", ONE)
 operator("threshold _threshold", "input, threshold, value, inplace=False", ONE)
 operator("frexp", "input", Rule("... -> ..., ..."))
 operator("neg deg2rad rad2deg", "input", SCALED)
-operator("positive conj resolve_conj resolve_neg", "input", SAME, view=True)
+operator("positive conj resolve_conj resolve_neg", "input", SAME, view="maybe")
 operator("conj_physical", "input", SCALED)
-operator("real imag", "input", SCALED, view=True)
+operator("real imag", "input", SCALED, view="maybe")
 
 
 def _view_as_real(**_: Any) -> Ruled:

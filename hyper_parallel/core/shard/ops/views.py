@@ -188,9 +188,9 @@ def _to_shape(here: Here, **_: Any) -> Callable[..., Any]:
 
 
 operator("view", "input, *shape, dtype=None", _view, local=_view_of_shard, ready=_to_view, view=True)
-operator("reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view=True)
-operator("ravel", "input", _ravel, local=_as_shape, ready=_to_shape, view=True)
-operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_as_shape, ready=_to_shape, view=True)
+operator("reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view="maybe")
+operator("ravel", "input", _ravel, local=_as_shape, ready=_to_shape, view="maybe")
+operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_as_shape, ready=_to_shape, view="maybe")
 operator("unflatten", "input, dim, sizes", _unflatten, local=_as_view, ready=_to_view, view=True)
 operator("squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True)
 operator("unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True)
