@@ -85,6 +85,8 @@ def test_what_is_recorded_and_what_was_changed():
 
 @pytest.mark.parametrize("leaf", [True, False])
 def test_memory_lives_with_its_tensor_and_does_not_keep_it(leaf):
+    """That of a leaf may, until backward has passed or others were remembered: all ranks must forget alike."""
+
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -100,9 +102,21 @@ def test_memory_lives_with_its_tensor_and_does_not_keep_it(leaf):
     platform.memory_of(x)["made"] = made
     assert platform.memory_of(x)["made"] is made
     gone = weakref.ref(x)
+    made.sum().backward()
     del x, made
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_remembered_of_a_leaf_gives_way_to_others():
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(20)]
+    for x in leaves:
+        platform.memory_of(x)["made"] = x * 2
+    assert [bool(platform.memory_of(x)) for x in leaves] == [False] * 12 + [True] * 8
+    gone = [weakref.ref(x) for x in leaves]
+    del leaves, x
+    gc.collect()
+    assert sum(one() is not None for one in gone) == 8
 
 
 def test_seeds():

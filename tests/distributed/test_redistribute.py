@@ -68,8 +68,7 @@ def check(source, target, shape, seed):
     rng = np.random.default_rng(seed)
     whole, weight = rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape), rng.standard_normal(shape)
     shards = split_up(whole, source, rng)
-    # The gradient that arrives lies as the tensor does, whole where a reduction is pending.
-    weights = split_up(weight, target.reset_partial(), rng)
+    weights = split_up(weight * share_of_averages(source, target), gradients_by_part(source, target, "max min"), rng)
     results = run_ranks(move, source.mesh.size(), source, target, shape, shards, weights)
     places = coordinates(source)
     moved = {place: results[rank][0] for rank, place in enumerate(places)}
@@ -81,12 +80,28 @@ def check(source, target, shape, seed):
     check_gradients(source, target, shape, weight, shards, {p: results[r][1] for r, p in enumerate(places)})
 
 
+def gradients_by_part(source, target, ops):
+    """How the gradient arrives: as the tensor lies, whole where a sum is pending, and of a maximum or a product that
+    became pending a part on every rank; of a product only the first part counts, the others are ones."""
+    arriving = list(target.reset_partial().placements)
+    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if after.is_partial() and before != after and after.reduce_op in ops.split():
+            arriving[axis] = Partial()
+    return target.with_placements(arriving)
+
+
+def share_of_averages(source, target):
+    """What a part of an average that became pending gets of the gradient."""
+    pairs = zip(source.placements, target.placements, source.mesh_shape, strict=True)
+    return 1 / np.prod([n for before, after, n in pairs if after.is_partial("avg") and before != after])
+
+
 def check_bytes(source, target, shape, received):
     """No rank receives more than the plans say, and some rank as much where the pieces are even."""
     if any(p.is_partial() and p.reduce_op not in ("sum", "avg") for p in source.placements):
         return  # these are reduced before the plan, and their backward has a plan of its own
     even = all(size % source.mesh.size() == 0 for size in shape)
-    backward = (target.reset_partial(), source.reset_partial())
+    backward = (gradients_by_part(source, target, "max min prod"), source.reset_partial())
     for way, (before, after) in enumerate([(source, target), backward]):
         most = max(rank[way] for rank in received)
         planned = plan(before, after, shape, 8).nbytes
@@ -162,7 +177,7 @@ def test_what_stays_is_not_touched():
     local = torch.ones(2, requires_grad=True)
     assert redistribute(local, layout([Shard(0)]), layout([Shard(-1)]), (8,)) is local
     moved = redistribute(local, layout([Replicate()]), layout([Partial("max")]), (2,))
-    moved.sum().backward()
+    (moved / 4).sum().backward()  # the parts that tie share the gradient, as those of a maximum do
     assert local.grad.tolist() == [1, 1]
     assert get_platform().get_rank() == layout.mesh.get_coordinate()[0]
 

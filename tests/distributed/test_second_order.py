@@ -8,21 +8,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import (
+from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.core.dtensor import collectives
+from hyper_parallel.core.dtensor.modes import implicit_replication
+from hyper_parallel.core.shard import OperatorError
+from hyper_parallel.core.tensor_parallel import (
     ColwiseParallel,
-    DTensor,
-    Partial,
-    Replicate,
     Replicated,
     RowwiseParallel,
     SequenceParallel,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor import collectives
-from hyper_parallel.core.shard import OperatorError
 from hyper_parallel.testing import on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -33,7 +29,7 @@ def draw(*shape, seed=0):
 
 
 def put(tensor, mesh, placements):
-    """A leaf with these values; the parts of a pending sum are twice the tensor on the first rank and less on others."""
+    """A leaf with these values; of a pending sum the first rank has more than all, and others take away."""
     if P not in placements:
         return distribute_tensor(tensor, mesh, placements).requires_grad_()
     first = mesh.get_coordinate()[placements.index(P)] == 0
@@ -78,6 +74,11 @@ def attention(q, k, v):
         return F.scaled_dot_product_attention(q, k, v).square().sum()
 
 
+def embedding(table):
+    with implicit_replication():
+        return F.embedding(torch.tensor([1, 0, 1, 4]), table).pow(3).sum()
+
+
 CALLS = {
     "contraction": (contraction, [(4, 8), (5, 8)]),
     "a contraction with empty shards": (contraction, [(1, 3), (1, 3)]),
@@ -91,7 +92,7 @@ CALLS = {
     "softmax": (lambda x, w: ((x @ w).softmax(-1)[..., 0]).square().sum(), [(3, 5), (5, 4)]),
     "layer norm": (lambda x, w: F.layer_norm(x, (4,), w).pow(3).sum(), [(3, 4), (4,)]),
     "convolution": (lambda x, w: F.conv1d(x, w).pow(3).sum(), [(2, 4, 5), (3, 4, 2)]),
-    "embedding": (lambda w: F.embedding(torch.tensor([1, 0, 1, 4]), w).pow(3).sum(), [(5, 3)]),
+    "embedding": (embedding, [(5, 3)]),
     "moves": (lambda x: (x.t().reshape(-1)[2:7].flip(0).cumsum(0)).pow(3).sum(), [(4, 3)]),
     "attention": (attention, [(1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)]),
     "attention with an empty shard": (attention, [(1, 1, 1, 2), (1, 1, 3, 2), (1, 1, 3, 2)]),
@@ -130,18 +131,24 @@ def test_on_two_axes(name):
 
 
 @on_ranks(2)
-def test_a_wrong_adjoint_is_found(monkeypatch):
+def test_a_wrong_adjoint_is_found():
     """The control: without the sum of the gradient's gradient, as it once was, the comparison fails."""
-    monkeypatch.setattr(collectives, "pending_sums", lambda layout: ())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    operands, placements = [draw(4, 8), draw(5, 8, seed=1)], [[R], [S1]]
+    usual = collectives.pending_sums
+    try:
+        _replace_pending_sums(lambda layout: ())
+        with pytest.raises(AssertionError):
+            check(contraction, operands, mesh, placements)
+    finally:
+        _replace_pending_sums(usual)
+    check(contraction, operands, mesh, placements)
+
+
+def _replace_pending_sums(function):
+    collectives.pending_sums = function
     collectives._dual.cache_clear()
     collectives._backward_way.cache_clear()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    try:
-        with pytest.raises(AssertionError):
-            check(contraction, [draw(4, 8), draw(5, 8, seed=1)], mesh, [[R], [S1]])
-    finally:
-        collectives._dual.cache_clear()
-        collectives._backward_way.cache_clear()
 
 
 @on_ranks(2)
@@ -168,12 +175,13 @@ class Net(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+LOCAL = {"use_local_output": False}
 PLANS = {
-    "tensor parallel": {"up": ColwiseParallel(), "down": RowwiseParallel(), "": Replicated()},
+    "tensor parallel": {"up": ColwiseParallel(**LOCAL), "down": RowwiseParallel(**LOCAL), "": Replicated()},
     "sequence parallel": {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(**LOCAL),
+        "up": ColwiseParallel(input_layouts=Shard(1), **LOCAL),
+        "down": RowwiseParallel(output_layouts=Shard(1), **LOCAL),
         "": Replicated(),
     },
 }

@@ -132,7 +132,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     def detached_copy(self) -> DTensor:
         """The tensor outside the graph, where it had to be a copy of another: it follows that one as well."""
         made = DTensor(self.to_local().detach(), self._layout, self._shape)
-        remember_base(made, self, self._copy_of or "detach", lambda: self.detach(), is_view=True)
+        remember_base(made, self, self._copy_of or "detach", self.detach, is_view=True)
         return made
 
     def gradient_source(self) -> DTensor:

@@ -61,19 +61,15 @@ def reduced_twin(tensor: Any) -> Any:
 
     The gradient of the value is that of the twin; the shard gets the gradient of its own part.
     """
+    recorded, version = platform.is_recorded(tensor._local), platform.version_of(tensor._local)
+    if tensor._reduced is not None:
+        twin, twin_recorded, twin_version = tensor._reduced
+        if twin_version == version and (twin_recorded or not recorded):
+            return twin
     target = gradient_layout(tensor._layout)
-    routes, version = _remembered(tensor, tensor._local)
-    recorded, here = (
-        (None, target, "reduced", graph, version) for graph in (True, platform.is_recorded(tensor._local))
-    )
-    twin = None
-    if routes is not None:
-        twin = routes.get(recorded, routes.get(here))
-    if twin is None:
-        twin = type(tensor)(_made(tensor, target, (), None, implicit=True), target, tensor._shape)
-        twin.keep_gradient_of(tensor)
-        if routes is not None:
-            routes[here] = twin
+    twin = type(tensor)(_made(tensor, target, (), None, implicit=True), target, tensor._shape)
+    twin.keep_gradient_of(tensor)
+    tensor._reduced = twin, recorded, version
     return twin
 
 
@@ -102,7 +98,7 @@ def routes_of_moved(tensor: Any, target: Layout) -> Any:
     key = (None, target, (), platform.is_recorded(local), version)
     moved = routes.get(key)
     if moved is None:
-        moved = routes[key] = {}
+        moved = routes[key] = type(routes)()
     return moved
 
 

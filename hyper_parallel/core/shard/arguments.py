@@ -38,11 +38,7 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
     for value in values:
         kind = type(value)
         if kind is DTensor:
-            if value._taken is not None:
-                value.follow_base()
-            if value._unrecorded and value.lost_its_graph:
-                raise OperatorError(coded("HP309", _LOST))
-            tensors.append(value)
+            tensors.append(_checked(value))
             key.append(value._spec or spec_of(value))
         elif kind is int or value is None:
             key.append(value)  # what else is equal to it comes with its type
@@ -61,6 +57,14 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
             key.append(value._spec or spec_of(value))
         else:
             key += (kind, value)
+
+
+def _checked(tensor: DTensor) -> DTensor:
+    """The tensor as it is now; an error if no gradient would flow through it."""
+    tensor.current()
+    if tensor._unrecorded and tensor.lost_its_graph:
+        raise OperatorError(coded("HP309", _LOST))
+    return tensor
 
 
 def tensors_in(tree: Any) -> Iterator[Any]:

@@ -31,6 +31,7 @@ class DTensorBase(Tensor):
     _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
     _unrecorded = False
     _spec: Any = None  # stands for its layout, shape and dtype

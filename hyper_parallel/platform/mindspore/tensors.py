@@ -287,8 +287,7 @@ class Tensors(Platform):
         key = id(tensor)
         found = _MEMORIES.get(key)
         if found is None or found[0]() is not tensor:
-            # The graph of what is made from a leaf holds the leaf: a strong reference would be a cycle for ever.
-            memory: MutableMapping[Any, Any] = weakref.WeakValueDictionary() if private.is_leaf(tensor) else {}
+            memory: MutableMapping[Any, Any] = {}
             found = _MEMORIES[key] = weakref.ref(tensor, lambda gone: _forget(key, gone)), memory
         return found[1]
 

@@ -31,6 +31,7 @@ class DTensorBase(torch.Tensor):
     _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype
@@ -231,7 +232,18 @@ class DTensorBase(torch.Tensor):
     def _deepcopied(self, memo: dict[int, Any]) -> DTensorBase:
         if id(self) not in memo:
             twin = self._twin(copy.deepcopy(self._local, memo))
-            own = ("_local", "_layout", "_shape", "_routes", "_origin", "_spec", "_last_gradient", "_copy_of", "_taken")
+            own = (
+                "_local",
+                "_layout",
+                "_shape",
+                "_routes",
+                "_origin",
+                "_spec",
+                "_last_gradient",
+                "_copy_of",
+                "_taken",
+                "_reduced",
+            )
             twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
             memo[id(self)] = twin
         return memo[id(self)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import OrderedDict
@@ -44,7 +45,7 @@ _MEMORIES: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 
 
 class _LeafMemory(dict[Any, Any]):
-    """What was made from a leaf, until other leaves need the room.
+    """What was made from a leaf, until backward has passed it or other leaves need the room.
 
     The graph of what is made from a leaf holds the leaf, so what is remembered here would never be freed. When it is
     forgotten depends on the program alone, never on what this rank still refers to: ranks that disagree on what they
@@ -56,16 +57,24 @@ class _LeafMemory(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
-        if isinstance(value, torch.Tensor) and not value.requires_grad:
-            return  # it holds nothing
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad:
+                return  # it does not hold the leaf
+            value.register_hook(functools.partial(_forget, weakref.ref(self), key))
         latest = _LeafMemory._latest
         latest.pop(id(self), None)
         latest[id(self)] = weakref.ref(self)
         if len(latest) > self._MOST:
-            _, oldest = latest.popitem(last=False)
-            memory = oldest()
-            if memory is not None:
-                memory.clear()
+            _, reference = latest.popitem(last=False)
+            oldest = reference()
+            if oldest is not None:
+                oldest.clear()
+
+
+def _forget(memory: weakref.ref[_LeafMemory], key: Any, _: Any) -> None:
+    found = memory()
+    if found is not None:
+        found.pop(key, None)
 
 
 class Tensors(Platform):
