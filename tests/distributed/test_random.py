@@ -3,7 +3,6 @@
 
 import warnings
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
@@ -122,27 +121,50 @@ def test_what_is_off_draws_nothing():
 
 
 @on_ranks(4)
-def test_generators_that_are_not_in_step_are_told():
-    mesh = mesh_of(2, 2)
-    x = distribute_tensor(torch.ones(8, 3), mesh, [R, S0])
+def test_copies_are_alike_though_ranks_were_seeded_differently():
+    """And though they draw different amounts, and are seeded anew, some of them or all."""
     rank = torch.distributed.get_rank()
-    torch.manual_seed(rank % 2)  # alike on the ranks that hold copies
-    F.dropout(x)
-    torch.manual_seed(0)
-    mesh = mesh_of(4)
-    x = distribute_tensor(torch.ones(8, 3), mesh, [R])
-    torch.manual_seed(int(rank == 2))
-    with pytest.raises(RuntimeError, match=r"ranks \[2\] are not in step .* seed all ranks alike"):
-        F.dropout(x)
-    with pytest.raises(RuntimeError, match=r"ranks \[2\]"):
-        x.normal_()
-    with pytest.raises(RuntimeError, match=r"ranks \[2\]"):
-        torch.rand_like(x)
-    x.fill_(0.0)
-    nn.init.constant_(x, 2.0)  # needs no random numbers
+    seeds = [lambda: rank, lambda: 7, lambda: int(rank == 2), lambda: 0, lambda: 40 + rank]
+    for sizes, placements in (((4,), [R]), ((2, 2), [R, S0]), ((2, 2), [R, R])):
+        mesh = mesh_of(*sizes)
+        for seed in seeds:
+            torch.manual_seed(seed())
+            torch.rand(rank)
+            x = distribute_tensor(torch.ones(64, 4), mesh, placements)
+            layer = nn.Dropout(0.5)
+            drawn = [F.dropout(x), layer(x), x.clone().normal_(), torch.rand_like(x), torch.bernoulli(x * 0.5)]
+            for one in drawn:
+                copies = gathered(one.redistribute(mesh, [R] * mesh.ndim).to_local())
+                assert all(torch.equal(copies[0], copy) for copy in copies)
+                assert len(copies[0].unique()) > 1
+                locals_ = gathered(one.to_local())
+                if placements[-1] == S0:
+                    assert torch.equal(locals_[0], locals_[2])
+                    assert not torch.equal(locals_[0], locals_[1])
+            assert not torch.equal(drawn[0].to_local(), drawn[1].to_local())
+
+
+@on_ranks(4)
+def test_recompute_repeats_though_ranks_were_seeded_differently():
+    torch.manual_seed(torch.distributed.get_rank())
+    x = distribute_tensor(torch.ones(64, 4), mesh_of(4), [R]).requires_grad_()
+    seen = []
+
+    def drop(x):
+        seen.append(F.dropout(x))
+        return seen[-1] * x
+
+    checkpoint(drop, x, use_reentrant=False).sum().backward()
+    assert torch.equal(seen[0].to_local(), seen[1].to_local())
+    assert torch.equal(x.grad.to_local(), 2 * seen[0].to_local().detach())
+
+
+@on_ranks(4)
+def test_nothing_is_communicated_for_numbers_that_are_given():
+    x = distribute_tensor(torch.ones(8, 3), mesh_of(4), [R])
+    torch.manual_seed(torch.distributed.get_rank())
+    nn.init.constant_(x, 2.0)
     x.uniform_(generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    F.dropout(x)
     assert len({tuple(one.flatten().tolist()) for one in gathered(x.to_local())}) == 1
 
 

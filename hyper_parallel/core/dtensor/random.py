@@ -1,72 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers on a mesh: those of one device, cut; or the same on copies and others on every piece.
+"""Random numbers on a mesh: those of one device, sharded; or the same on copies and different on every shard.
 
-Both rest on generators that are in step: every rank draws the same from its own. That is checked the first time.
+Ranks may be seeded differently (``manual_seed(seed + rank)``) or have drawn different amounts, and nobody but they
+themselves could tell. So the seed of a draw comes from the first rank that has a copy: eight bytes for each draw whose
+result has copies. What restores the generators, such as recompute or a checkpoint, draws the same again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from hyper_parallel.core.dtensor.collectives import cause
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
-
-_IN_STEP: set[tuple[DeviceMesh, tuple[int, ...]]] = set()  # the axes along which the ranks were found to agree
-platform.forget_groups_with(_IN_STEP.clear)
 
 _MIXED_BY = 0x9E3779B97F4A7C15  # odd, so that pieces of one seed never get the same one
 
 
 def seed_of_piece(layout: Layout, piece: int) -> int:
-    """A seed for a piece of a tensor: the same on ranks that hold copies of it, another for every other piece.
-
-    It is drawn from the generator of the process, so that what restores that generator draws the same again.
-    """
-    seed = platform.draw_seed()
+    """A seed for a piece of a tensor: the same on ranks that hold copies of it, another for every other piece."""
     copied = [axis for axis, placement in enumerate(layout.placements) if not placement.is_shard()]
-    _require_in_step(layout.mesh, copied, seed)
+    seed = _of_first_rank(platform.draw_seed(), layout.mesh, copied)
     return (seed ^ (piece * _MIXED_BY)) % 2**62
 
 
-def as_one_device(mesh: DeviceMesh, draw: Callable[[], Any]) -> Any:
-    """What ``draw`` gives, which must be the same on all ranks of a mesh."""
-    axes = tuple(range(mesh.ndim))
-    if (mesh, axes) in _IN_STEP:
+def as_one_device(mesh: DeviceMesh, draw: Callable[[], Any], *, always_draws: bool = True) -> Any:
+    """What ``draw`` gives, the same on all ranks of a mesh: what the generator of each gives if they are in step.
+
+    ``always_draws``: it draws random numbers whatever it is given; if not, it may be called twice.
+    """
+    before = platform.get_rng_state()
+    if not always_draws:
+        drawn = draw()
+        if _digest(platform.get_rng_state()) == _digest(before):  # it draws nothing, or has a generator of its own
+            return drawn
+    axes = list(range(mesh.ndim))
+    first = _of_first_rank(_digest(before), mesh, axes)
+    if not _is_true_anywhere(first != _digest(before), mesh, axes):
+        return draw() if always_draws else drawn
+    platform.set_rng_state(before)
+    seed = _of_first_rank(platform.draw_seed(), mesh, axes)
+    with platform.seeded(seed):
         return draw()
-    before = _state()
-    drawn = draw()
-    if _state() != before:  # else it needed no random numbers, or had a generator of its own
-        _require_in_step(mesh, axes, before)
-    return drawn
 
 
-def _state() -> str:
-    return hashlib.sha256(platform.tensor_to_numpy(platform.get_rng_state()).tobytes()).hexdigest()
+def _of_first_rank(number: int, mesh: DeviceMesh, axes: list[int]) -> int:
+    """The number of the first rank along these axes."""
+    ranks = mesh.ranks_along(axes)
+    if len(ranks) == 1:
+        return number
+    with cause(implicit=True):
+        sent = platform.broadcast(_tensor_of(number), ranks[0], platform.create_group(ranks))
+    return int(platform.tensor_to_numpy(sent)[0])
 
 
-def _require_in_step(mesh: DeviceMesh, axes: Iterable[int], found: Any) -> None:
-    """A RuntimeError on all ranks along these axes unless all found the same; asked once for each mesh and axes."""
-    key = mesh, tuple(axes)
-    if key in _IN_STEP:
-        return
-    ranks = mesh.ranks_along(key[1])
-    everyone: list[Any] = [None] * len(ranks)
-    if len(ranks) > 1:
-        platform.all_gather_object(everyone, found, platform.create_group(ranks))
-        others = [rank for rank, drawn in zip(ranks, everyone, strict=True) if drawn != everyone[0]]
-        if others:
-            raise RuntimeError(
-                coded(
-                    "HP226",
-                    f"random numbers on {mesh}: the generators of ranks {others} are not in step with that of rank "
-                    f"{ranks[0]}, so that copies of one tensor would differ; seed all ranks alike (manual_seed) and "
-                    "draw the same on all of them",
-                )
-            )
-    _IN_STEP.add(key)
+def _is_true_anywhere(statement: bool, mesh: DeviceMesh, axes: list[int]) -> bool:
+    ranks = mesh.ranks_along(axes)
+    if len(ranks) == 1:
+        return statement
+    with cause(implicit=True):
+        found = platform.all_reduce(_tensor_of(int(statement)), platform.create_group(ranks), op="max")
+    return bool(platform.tensor_to_numpy(found)[0])
+
+
+def _tensor_of(number: int) -> Any:
+    return platform.tensor(np.array([number], np.int64), device=platform.device())
+
+
+def _digest(state: Any) -> int:
+    found = hashlib.sha256(platform.tensor_to_numpy(state).tobytes()).digest()
+    return int.from_bytes(found[:7], "little")

@@ -317,16 +317,22 @@ class Whole:
             wholes.append(local_for(tensor, target))
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
-            wholes[0] = platform.operator("clone")(wholes[0])  # in the graph
-        shards, before = iter(wholes), [_fingerprint(whole) for whole in wholes]
-        args, kwargs = replaced(args, shards), {name: replaced(value, shards) for name, value in kwargs.items()}
-        result = as_one_device(self._mesh, lambda: self._func(*args, **kwargs))  # it may draw random numbers
+        before = [_fingerprint(whole) for whole in wholes]
+        result = as_one_device(self._mesh, lambda: self._called_on(wholes, args, kwargs), always_draws=False)
         for tensor, whole, version in list(zip(tensors, wholes, before, strict=True))[self._inplace :]:
             if whole is not tensor._local and _fingerprint(whole) != version:  # such as running statistics
                 refuse_copy(self._called.name, tensor)
                 copied_back(tensor, self._wrapped(whole))
         result = platform.apply_to_tensors(self._wrapped, result)
         return copied_back(tensors[0], result) if self._inplace else result
+
+    def _called_on(self, wholes: list[Any], args: Any, kwargs: Any) -> Any:
+        given = list(wholes)
+        if self._inplace:
+            given[0] = platform.operator("clone")(given[0])  # in the graph
+        following = iter(given)
+        args = replaced(args, following)
+        return self._func(*args, **{name: replaced(value, following) for name, value in kwargs.items()})
 
     def _wrapped(self, local: Any) -> DTensor:
         return on_all_ranks(local, self._mesh)
