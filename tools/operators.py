@@ -19,7 +19,7 @@ import torch
 
 from hyper_parallel.core.shard.ops import OPERATORS
 from hyper_parallel.testing import close_ranks
-from tools.operator_sweep import GROUP, LIBRARIES, OUTCOMES, Found, entries, sweep
+from tools.operator_sweep import GROUP, LIBRARIES, OUTCOMES, SECONDS, Found, entries, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/operators.md"
@@ -36,10 +36,15 @@ What happens when an operator of torch gets distributed tensors. Every operator 
 samples, at most {most} of each operator, spread over all that it has. Each is called with all placements of each tensor
 argument on two ranks (a copy, a shard along each dim, most of them uneven, a pending sum) and combinations of them;
 forward, and backward from a randomly weighted sum. Results, gradients and arguments that it changed are compared with
-the plain call. A difference counts as rounding only if it is gone in float64; of operators that draw random numbers
+the plain call. Where torch can differentiate the gradients, their own gradients are compared too, in float64, for the
+first {seconds} samples of each operator. A difference counts as rounding only if it is gone in float64; of operators that draw random numbers
 shapes and dtypes are compared.
 
 {counts}
+
+Gradients of gradients, of {operators_of_second} operators that have them:
+
+{counts_of_second}
 
 *Sharded*: every operator in the call has a rule, and what a rule needs whole was gathered. *Replicated*: there is no
 rule for this call, so that its operands are gathered and it runs on every rank, with one warning. *Refused*: an error
@@ -53,8 +58,10 @@ raises is nearly always about a missing rule or an uneven shard.
 The rule is that of the first sample; *by other operators* means that the call is made of operators that have rules.
 Notation: [how to add an operator](add-an-operator.md).
 
-| operator | rule | sharded | replicated | refused | torch: right | wrong | raised |
-| --- | --- | --: | --: | --: | --: | --: | --: |
+*Second* is the number of calls whose gradients of gradients are right.
+
+| operator | rule | sharded | replicated | refused | second | torch: right | wrong | raised |
+| --- | --- | --: | --: | --: | --: | --: | --: | --: |
 """
 
 TAIL = """
@@ -78,6 +85,9 @@ def page(ours: Mapping[str, Found], torchs: Mapping[str, Found]) -> str:
         most=SAMPLES["ours"],
         few=SAMPLES["torch"],
         counts=_counts(*totals),
+        seconds=SECONDS,
+        operators_of_second=sum(bool(one.second) for one in ours.values()),
+        counts_of_second=_counts_of_second(ours),
     )
     rows = [_row(name, one, torchs.get(name, Found())) for name, one in ours.items()]
     seen = {name for one in ours.values() for name, _ in one.rules}
@@ -104,12 +114,27 @@ def _counts(ours: Counter[str], torchs: Counter[str]) -> str:
     return "\n".join(rows)
 
 
+def _counts_of_second(ours: Mapping[str, Found]) -> str:
+    total: Counter[str] = Counter()
+    for one in ours.values():
+        total.update(one.second)
+    lines = {
+        "right": "right",
+        "refused": "refused",
+        "crashed": "raised another error",
+        "wrong": "**wrong value, no error**",
+    }
+    rows = ["| | calls |", "| --- | --: |", *(f"| {text} | {total[key]:,} |" for key, text in lines.items())]
+    return "\n".join(rows)
+
+
 def _row(name: str, one: Found, torchs: Found) -> str:
     if not one.outcomes:
-        return f"| `{name}` | not run: {_cell(one.no_samples)} |{'  |' * 6}"
+        return f"| `{name}` | not run: {_cell(one.no_samples)} |{'  |' * 7}"
     way = next(iter(one.rules), ("", "by itself"))[1]
     rule = way if way.startswith(("by ", "on ")) else f"`{_cell(way)}`"
     mine = [one.outcomes[outcome] or "" for outcome in ("sharded", "replicated", "refused")]
+    mine.append(one.second["right"] or "")
     theirs = [torchs.outcomes[outcome] for outcome in ("sharded", "wrong")]
     raised = sum(torchs.outcomes[outcome] for outcome in ("refused", "crashed", "hung"))
     return f"| `{name}` | {rule} | " + " | ".join(str(value or "") for value in (*mine, *theirs, raised)) + " |"
@@ -124,7 +149,7 @@ def outcomes_of(page_text: str) -> dict[str, set[str]]:
     found = {}
     for line in page_text.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if line.startswith("| `") and len(cells) == 8:
+        if line.startswith("| `") and len(cells) == 9:
             counts = zip(OUTCOMES, cells[2:5], strict=False)
             found[cells[0].strip("`")] = {outcome for outcome, count in counts if count}
     return found
@@ -149,6 +174,7 @@ def _all_of(library: str) -> dict[str, Found]:
 def _loaded(saved: dict[str, object]) -> Found:
     one = Found(**saved)  # type: ignore[arg-type]
     one.outcomes, one.rules = Counter(one.outcomes), [(name, way) for name, way in one.rules]
+    one.second = Counter(one.second)
     return one
 
 
@@ -157,12 +183,13 @@ def _print(found: Mapping[str, Found]) -> bool:
     total: Counter[str] = Counter()
     for name, one in found.items():
         total.update(one.outcomes)
+        total.update({f"{outcome} in second order": count for outcome, count in one.second.items()})
         for note in one.notes:
             print(f"{name}: {note}")
         if one.no_samples and not one.outcomes:
             print(f"{name}: not run: {one.no_samples}")
-    print(", ".join(f"{total[outcome]} {outcome}" for outcome in OUTCOMES))
-    return any(total[bad] for bad in BAD)
+    print(", ".join(f"{total[outcome]} {outcome}" for outcome in total))
+    return any(total[bad] or total[f"{bad} in second order"] for bad in BAD)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

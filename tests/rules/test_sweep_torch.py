@@ -29,7 +29,7 @@ NAMES = list(PAGE)  # torch's database takes seconds to import, which only the r
 @pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
 def test_every_operator_of_torch_does_what_the_page_says(names):
     for name, found in sweep("ours", names, most=1, placements=24 if THOROUGH else 4).items():
-        assert not any(found.outcomes[bad] for bad in operators.BAD), (name, found.notes)
+        assert not any(found.outcomes[bad] or found.second[bad] for bad in operators.BAD), (name, found.notes)
         assert set(found.outcomes) <= PAGE[name], f"{name}: {found.outcomes}; run make operators"
 
 
@@ -42,6 +42,9 @@ def test_the_page_has_every_operator_and_nothing_wrong():
     assert "| **wrong value, no error** | 0 |" in TEXT
     assert "| raised another error | 0 |" in TEXT
     assert "| hung, or took its rank down | 0 |" in TEXT
+    second = TEXT.partition("Gradients of gradients")[2]
+    assert "| **wrong value, no error** | 0 |\n\n" in second
+    assert "| raised another error | 0 |\n" in second
 
 
 def called_by_the_cases():
@@ -82,10 +85,36 @@ def test_the_page_tells_what_the_sweep_found():
     for outcome, count in (("sharded", 3), ("refused", 1)):
         found.outcomes[outcome] = count
     found.rules.append(("add", "..., ... -> ..."))
+    for outcome, count in (("right", 2), ("refused", 1)):
+        found.second[outcome] = count
     text = operators.page({"add": found, "arange": Found(no_samples="no tensor arguments")}, {})
     assert operators.outcomes_of(text) == {"add": {"sharded", "refused"}, "arange": set()}
-    assert "| `add` | `..., ... -> ...` | 3 |  | 1 |" in text
+    assert "| `add` | `..., ... -> ...` | 3 |  | 1 | 2 |" in text
+    assert "of 1 operators that have them" in text
+    assert "| right | 2 |" in text
     assert "`relu`" in text.partition("## Operators of ours")[2]
+
+
+def test_a_wrong_second_order_is_found():
+    [found] = run_ranks(without_sums_of_second_order, 2, timeout=100)[:1]
+    assert found["wrong"] > 0
+
+
+def without_sums_of_second_order():
+    from hyper_parallel.core.dtensor import collectives
+    from tools.operator_sweep import sweep_on_rank
+
+    def replace(function):
+        collectives.pending_sums = function
+        collectives._dual.cache_clear()
+        collectives._backward_way.cache_clear()
+
+    usual = collectives.pending_sums
+    replace(lambda layout: ())
+    try:
+        return sweep_on_rank("ours", ["mm"], 1)["mm"].second
+    finally:
+        replace(usual)
 
 
 def test_a_wrong_operator_is_found():

@@ -195,10 +195,12 @@ class Planned:
         result = platform.call_where_empty(func, given, kwargs) if where_empty else func(*given, **kwargs)
         if self._inplace:
             return tensors[0]
-        if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout:
+        ties = self._empty and not self._op.view
+        # An operator may return an empty operand as it is, where others compute: that counts as a result of its own.
+        if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout and not ties:
             return tensors[0]
         results = (result,) if self._single else result
-        if self._empty and not self._op.view:  # a view is in the graph, and a sum would be none
+        if ties:  # a view is in the graph, and a sum would be none
             results = [_tied(one, shards) for one in results]
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
