@@ -37,8 +37,8 @@ samples, at most {most} of each operator, spread over all that it has. Each is c
 argument on two ranks (a copy, a shard along each dim, most of them uneven, a pending sum) and combinations of them;
 forward, and backward from a randomly weighted sum. Results, gradients and arguments that it changed are compared with
 the plain call. Where torch can differentiate the gradients, their own gradients are compared too, in float64, for the
-first {seconds} samples of each operator. A difference counts as rounding only if it is gone in float64; of operators that draw random numbers
-shapes and dtypes are compared.
+first {seconds} samples of each operator. A difference counts as rounding only if it is gone in float64; of operators
+that draw random numbers shapes and dtypes are compared.
 
 {counts}
 
