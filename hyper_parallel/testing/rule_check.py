@@ -49,16 +49,19 @@ def check_rule(
     tolerance: float | None = None,
     seed: int = 0,
     gradients: bool = True,
+    second: Sequence[Mesh] = (),
 ) -> int:
     """How many comparisons held; an AssertionError that names the choice where one does not.
 
     ``operands``: arrays, or lists of arrays. ``call`` is given tensors of them, plain or distributed, and must run one
     operator that has a rule, in which each operand is used once. ``gradients=False`` is for an operator of which the
-    framework has no gradient.
+    framework has no gradient. ``second``: the meshes on which gradients of gradients are compared too, where the
+    framework has them.
     """
     rng = np.random.default_rng(seed)
     tolerance = _TOLERANCES[get_platform().platform_type] if tolerance is None else tolerance
     expected, weights, true = _truth(call, operands, rng, gradients)
+    of_second = _second_truth(call, operands, weights, rng) if second and gradients else None
     done = 0
     for mesh in meshes:
         caught = _Caught(call, operands, mesh)
@@ -70,7 +73,10 @@ def check_rule(
         for combination in itertools.product(caught.bound.choices(), repeat=len(mesh)):
             if _fits(caught.bound, combination, mesh) and not _is_seen_elsewhere(caught, combination, mesh, meshes):
                 try:
-                    _Comparison(caught, combination, mesh, rng, tolerance).run(operands, expected, weights, true)
+                    comparison = _Comparison(caught, combination, mesh, rng, tolerance)
+                    comparison.run(operands, expected, weights, true)
+                    if of_second is not None and mesh in second:
+                        comparison.run_second(operands, weights, of_second)
                 except AssertionError as error:
                     done_by = f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
                     raise AssertionError(
@@ -122,6 +128,60 @@ def _gradients(function: Callable[..., Any], arrays: Sequence[Array], weights: S
         for i, gradient in zip(wanted, found, strict=True):
             made[i] = platform.tensor_to_numpy(gradient)
     return made
+
+
+@dataclass
+class _Second:
+    """Gradients of gradients: of the products of each operand's gradient with its direction."""
+
+    directions: list[Any]
+    by_operands: list[Any]
+    by_weights: list[Any]
+
+
+def _second_truth(call: Callable[..., Any], operands: Sequence[Any], weights: list[Any], rng: Any) -> _Second | None:
+    """Those of the plain call; None where the framework has none, or they are complex."""
+    arrays = flat(operands)
+    if any(np.iscomplexobj(one) for one in (*arrays, *weights)):
+        return None
+    directions = [_drawn(array, rng) if _differentiable(array) else None for array in arrays]
+
+    def results(*tensors: Any) -> list[Any]:
+        found = call(*_like(operands, tensors))
+        return flat(found if isinstance(found, (list, tuple)) else [found])
+
+    try:
+        found = _second_gradients(results, arrays, weights, directions)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return None if found is None else _Second(directions, *found)
+
+
+def _second_gradients(
+    function: Callable[..., Any], arrays: Sequence[Array], weights: Sequence[Any], directions: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """Gradients by the arrays and by the weights; None where the first gradients are constant."""
+    platform = get_platform()
+    wanted = [i for i, direction in enumerate(directions) if direction is not None]
+    weighted = [i for i, weight in enumerate(weights) if weight is not None]
+
+    def loss(*tensors: Any) -> Any:
+        given = dict(zip(wanted, tensors[: len(wanted)], strict=True))
+        factors = dict(zip(weighted, tensors[len(wanted) :], strict=True))
+        found = function(*(given[i] if i in given else platform.tensor(array) for i, array in enumerate(arrays)))
+        return sum((found[i] * factor).sum() for i, factor in factors.items())
+
+    if not wanted or not weighted:
+        return None
+    inputs = [platform.tensor(arrays[i]) for i in wanted] + [platform.tensor(weights[i]) for i in weighted]
+    along = [platform.tensor(directions[i]) for i in wanted] + [None] * len(weighted)
+    found = platform.second_gradients(loss, inputs, along)
+    if found is None:
+        return None
+    values = [platform.tensor_to_numpy(one) for one in found]
+    by_arrays = dict(zip(wanted, values, strict=False))
+    by_weights = dict(zip(weighted, values[len(wanted) :], strict=True))
+    return [by_arrays.get(i) for i in range(len(arrays))], [by_weights.get(i) for i in range(len(weights))]
 
 
 def _weighted(result: Any, weight: Array | None) -> list[Any]:
@@ -331,6 +391,64 @@ class _Comparison:
             right = self._hand_down(true, held[i], places_in[i], parts, self.mesh)
             for mine_, one in zip(self._sum_over(found, leaving[i]), right, strict=True):
                 self._same(f"gradient of operand {self.caught.rules[i]}", mine_, one)
+
+    def run_second(self, operands: Sequence[Any], weights: list[Any], true: _Second) -> None:
+        """The same for gradients of gradients. What a tensor is to its gradient, that is to the gradient of it."""
+        sides = [self._places(side) for side in ("operands", "results", "grads_in", "grads_out")]
+        if any(place.op not in (None, "sum") for side in sides for places in side for place in places):
+            return  # a maximum or product between ranks: tests/distributed/test_second_order.py
+        ours, rules = self.caught.ours, self.caught.rules
+        taken, leaving = ([sides[at][i] for i in rules] for at in (0, 3))
+        ranks = list(itertools.product(*map(range, self.mesh)))
+        held = [self._cut(flat(operands)[i], p, self.mesh) for i, p in zip(ours, taken, strict=True)]
+        along = [self._cut_or_none(true.directions[i], p) for i, p in zip(ours, taken, strict=True)]
+        arriving = [self._cut_or_none(w, p) for w, p in zip(weights, sides[2], strict=True)]
+        found = self._differentiate_twice(ranks, held, arriving, along)
+        if not found:
+            return
+        for i, gradients in enumerate(zip(*(one[0] for one in found), strict=True)):
+            parts = [REPLICATE if place == SUM or place.op else place for place in leaving[i]]
+            self._same_second(f"operand {rules[i]}", gradients, true.by_operands[ours[i]], leaving[i], parts)
+        for i, gradients in enumerate(zip(*(one[1] for one in found), strict=True)):
+            # The gradient of a pending sum is a copy on every rank, of which each makes its own use.
+            summed = [SUM if place.op else place for place in sides[1][i]]
+            parts = [REPLICATE if place.op else place for place in sides[1][i]]
+            self._same_second(f"weight {i}", gradients, true.by_weights[i], summed, parts)
+
+    def _cut_or_none(self, array: Array | None, places: Sequence[Place]) -> list[Any]:
+        return [None] * math.prod(self.mesh) if array is None else self._cut(array, places, self.mesh)
+
+    def _differentiate_twice(
+        self, ranks: Sequence[Sequence[int]], held: Sequence[Any], arriving: Sequence[Any], along: Sequence[Any]
+    ) -> list[tuple[list[Any], list[Any]]]:
+        """Every rank's gradients of gradients, by its operands and by what arrived; none where a kernel has none."""
+        made = []
+        for r, place in enumerate(ranks):
+
+            def results(*tensors: Any, place: Sequence[int] = place) -> list[Any]:
+                return self.caught.evaluate(self.combination, place, tensors)
+
+            inputs, weights = [pieces[r] for pieces in held], [pieces[r] for pieces in arriving]
+            try:
+                found = _second_gradients(results, inputs, weights, [pieces[r] for pieces in along])
+            except RuntimeError as error:
+                if "is not implemented" in str(error):  # a kernel for such shards has no second derivative
+                    return []
+                raise
+            if found is None:
+                zeros = [[None if x is None else np.zeros_like(x) for x in side] for side in (inputs, weights)]
+                found = zeros[0], zeros[1]
+            made.append(found)
+        return made
+
+    def _same_second(
+        self, what: str, gradients: Sequence[Any], true: Array | None, leaving: Sequence[Place], parts: Sequence[Place]
+    ) -> None:
+        if true is None or gradients[0] is None:
+            return
+        right = self._cut(true, parts, self.mesh)
+        for mine, one in zip(self._sum_over(gradients, leaving), right, strict=True):
+            self._same(f"gradient of gradients by {what}", mine, one)
 
     def _places(self, side: str) -> list[tuple[Place, ...]]:
         return list(zip(*[flat(getattr(choice, side)) for choice in self.combination], strict=True))

@@ -262,6 +262,16 @@ class Tensors(Platform):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         return list(torch.autograd.grad(function(*leaves), leaves))
 
+    def second_gradients(self, function: Callable[..., Any], inputs: Sequence[Any], directions: Sequence[Any]) -> Any:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        pairs = [(leaf, v) for leaf, v in zip(leaves, directions, strict=True) if v is not None]
+        loss = function(*leaves)
+        firsts = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], create_graph=True, allow_unused=True)
+        found = [(g * v).sum() for g, (_, v) in zip(firsts, pairs, strict=True) if g is not None and g.requires_grad]
+        if not found:
+            return None
+        return list(torch.autograd.grad(sum(found), leaves, allow_unused=True, materialize_grads=True))
+
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
