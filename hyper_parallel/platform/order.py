@@ -22,17 +22,15 @@ HYPER_PARALLEL_CHECK_ORDER = "HYPER_PARALLEL_CHECK_ORDER"
 ALL = 1 << 62
 
 
-def first_compared(asked: str) -> int:
-    """How many collectives of each group are compared, as the environment asks."""
+def first_compared(asked: str, variable: str = HYPER_PARALLEL_CHECK_ORDER) -> int:
+    """How many of each kind are compared, as a variable of the environment asks."""
     if asked in ("", "0"):
         return 0
     if asked == "1":
         return ALL
     word, _, count = asked.partition(":")
     if word != "first" or not count.isdecimal():
-        raise ValueError(
-            coded("HP116", f"{HYPER_PARALLEL_CHECK_ORDER} must be 0, 1 or first:N as in first:100, got {asked!r}")
-        )
+        raise ValueError(coded("HP116", f"{variable} must be 0, 1 or first:N as in first:100, got {asked!r}"))
     return int(count)
 
 

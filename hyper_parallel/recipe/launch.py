@@ -192,6 +192,7 @@ def environment(framework: str, ranks: int) -> dict[str, str]:
     calm = {"OMP_NUM_THREADS": str(threads), **({"GLOG_v": "3"} if framework == "mindspore" else {})}
     return {
         **calm,
+        "HYPER_PARALLEL_CHECK_BATCHES": "first:3",  # of every place where plain tensors go in
         HYPER_PARALLEL_CHECK_ORDER: "first:100",  # ranks that part mostly do so in the first steps
         **os.environ,
         "HYPER_PARALLEL_PLATFORM": framework,

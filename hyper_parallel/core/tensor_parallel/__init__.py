@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hyper_parallel.core.tensor_parallel.api import parallel_table, parallelize_module
+    from hyper_parallel.core.tensor_parallel.batches import local_batch, same_everywhere
     from hyper_parallel.core.tensor_parallel.data_parallel import replicate
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel
     from hyper_parallel.core.tensor_parallel.style import (
@@ -29,14 +30,18 @@ __all__ = [
     "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
+    "local_batch",
     "loss_parallel",
     "parallel_table",
     "parallelize_module",
     "replicate",
+    "same_everywhere",
 ]
 
 # All of it knows tensors: asking for it chooses the framework and imports it.
 _HOMES = {
+    "local_batch": "batches",
+    "same_everywhere": "batches",
     "loss_parallel": "loss",
     "parallel_table": "api",
     "parallelize_module": "api",

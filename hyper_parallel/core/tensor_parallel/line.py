@@ -9,6 +9,8 @@ move = line.mover(Shard(1))         move(x): cut along the axis; what other axes
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,10 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import coded, without_code
+from hyper_parallel.platform.order import first_compared
+
+HYPER_PARALLEL_CHECK_BATCHES = "HYPER_PARALLEL_CHECK_BATCHES"
 
 platform = get_platform()
 _BATCH = "_hyper_parallel_batch"
@@ -52,6 +57,21 @@ def batch_of(module: Any) -> Batch | None:
     return found
 
 
+class _Running(threading.local):
+    """The modules that are running now in which plain tensors count as copies, and what held before."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, bool]] = []
+
+
+RUNNING = _Running()
+
+
+def is_inside_model() -> bool:
+    """Whether a model runs whose inputs have been placed: a plain tensor is then one that it has made."""
+    return bool(RUNNING.stack)
+
+
 Take = Callable[[Any, Any], DTensor]  # of a module and what goes into it
 Move = Callable[[DTensor], DTensor]
 
@@ -65,23 +85,31 @@ class Line:
     def taker(self, placement: Placement | None = None, sizes: Mapping[int, int] | None = None) -> Take:
         """A function that makes distributed tensors of plain ones that lie like this along the axis.
 
-        Without a placement they are the same along the axis, or where that is a data axis a part of the batch.
+        Without a placement they are the same along the axis, or where that is a data axis a part of the batch. What a
+        model has made while it runs is the same on every rank, whatever the placement.
         ``sizes``: of the whole, by dim, where shards may differ in size.
         """
         known: dict[Any, tuple[Layout, Any]] = {}  # by the shape of the shard
+        checks = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_BATCHES, ""), HYPER_PARALLEL_CHECK_BATCHES)
 
         def taken(module: Any, value: Any) -> DTensor:
+            nonlocal checks
             if isinstance(value, DTensor):
                 return value
-            batch = batch_of(module)
-            key = value.shape if batch is None else (value.shape, batch)
+            batch, made_inside = batch_of(module), is_inside_model()
+            key = (value.shape, batch, made_inside)
             found = known.get(key)
-            if found is None or not platform.is_dense(value):
+            if found is not None and not checks and platform.is_dense(value):
+                return DTensor.of_plain(value, *found)
+            if made_inside:
+                layout, whole = _layout_of_copies(self.mesh if batch is None else batch.mesh, len(value.shape)), None
+            else:
                 layout = _layout_of_plain(self.mesh, batch, placement, len(value.shape))
-                made = DTensor.from_local(value, None, layout, shape=_whole(layout, value.shape, sizes))
-                known[key] = layout, made.shape
-                return made
-            return DTensor.of_plain(value, *found)
+                whole = _whole(layout, value.shape, sizes)
+            made = _placed(module, value, layout, whole, check=checks > 0)
+            checks = max(0, checks - 1)
+            known[key] = layout, made.shape
+            return made
 
         return taken
 
@@ -107,6 +135,28 @@ def _whole(layout: Layout, shape: Sequence[int], sizes: Mapping[int, int] | None
     for dim, size in sizes.items():
         whole[dim] = size
     return whole
+
+
+def _placed(module: Any, value: Any, layout: Layout, whole: Sequence[int] | None, check: bool) -> DTensor:
+    try:
+        return DTensor.from_local(value, None, layout, shape=whole, run_check=check)
+    except ValueError as error:
+        if not check:
+            raise
+        raise ValueError(
+            coded(
+                "HP412",
+                f"{type(module).__name__}: the plain tensors of shape {tuple(value.shape)} and others that went in do "
+                f"not fit together: {without_code(str(error))}. A plain tensor that goes into a model is this rank's "
+                "part of the batch, as large as the others' along a data axis and the same along every other axis: "
+                "give a sampler the place and the size of the data axis, not those of the whole job",
+            )
+        ) from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_copies(mesh: DeviceMesh, ndim: int) -> Layout:
+    return Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(ndim)
 
 
 @functools.lru_cache(maxsize=4096)

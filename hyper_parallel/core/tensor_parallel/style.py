@@ -12,7 +12,6 @@ plain shards come out, else distributed tensors, with which code that was writte
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from hyper_parallel.core.tensor_parallel.base import (
     handed_out,
     own_tensor,
 )
-from hyper_parallel.core.tensor_parallel.line import Line
+from hyper_parallel.core.tensor_parallel.line import RUNNING, Line
 from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -284,16 +283,6 @@ class Replicated(ParallelStyle):
         return module
 
 
-class _Entered(threading.local):
-    """The modules that are running now in which plain tensors count as copies, and what held before."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Any, bool]] = []
-
-
-_ENTERED = _Entered()
-
-
 def see_whole_tensors(module: Any, line: Line) -> None:
     """Has a module get distributed tensors for plain ones, and take plain tensors that it makes for copies."""
 
@@ -301,13 +290,13 @@ def see_whole_tensors(module: Any, line: Line) -> None:
 
     def enter(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = platform.apply_to_tensors(lambda x: take(owner, x), (args, kwargs))
-        _ENTERED.stack.append((owner, MODES.replicate_plain))
+        RUNNING.stack.append((owner, MODES.replicate_plain))
         MODES.replicate_plain = True
         return args, kwargs
 
     def leave(owner: Any, *_: Any) -> None:
-        if _ENTERED.stack and _ENTERED.stack[-1][0] is owner:  # not where an input was refused
-            _, MODES.replicate_plain = _ENTERED.stack.pop()
+        if RUNNING.stack and RUNNING.stack[-1][0] is owner:  # not where an input was refused
+            _, MODES.replicate_plain = RUNNING.stack.pop()
 
     platform.register_forward_pre_hook(module, enter, with_kwargs=True)
     platform.register_forward_hook(module, leave, always_call=True)
