@@ -57,6 +57,8 @@ def redistribute(
     ndim, platform = len(shape), get_platform()
     source, target = source.bind(ndim), target.bind(ndim)
     for axis in _reduced_first(source, target):
+        if platform.is_recorded(local):  # backward needs the part as it is now, whatever is changed in place
+            local = platform.operator("clone")(local)
         with cause(implicit):
             local = _functions()["reduce"].apply(local, source, axis, tuple(shape))
         source, value = _with(source, axis, Replicate()), None

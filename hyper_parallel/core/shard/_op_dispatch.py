@@ -112,8 +112,9 @@ class Dispatcher:
             return Into(self.dispatch, func, called).run
         op = OPERATORS.get(called.name)
         inplace = called.inplace or kwargs.get("inplace") is True
-        if any(map(waits_for_nonlinear, tensors)):
-            return Back(self.dispatch, called).run if inplace else Reduced(self.dispatch, func, called).run
+        waiting = self._reduced_first(func, called, op, tensors, inplace)
+        if waiting is not None:
+            return waiting
         reason = "it is in no table"
         scalars = not any(tensor._shape for tensor in tensors)  # of which there is nothing to cut
         if op is not None:
@@ -138,6 +139,18 @@ class Dispatcher:
         if not scalars:
             self._tell(called.name, reason)
         return Whole(func, called, mesh, inplace, scalars).run
+
+    def _reduced_first(
+        self, func: Any, called: Called, op: Operator | None, tensors: Sequence[DTensor], inplace: bool
+    ) -> Run | None:
+        """The way of a call on tensors whose pending reduction must be taken first; None where there are none."""
+        others = tensors[1:] if inplace else tensors
+        if any(map(waits_for_nonlinear, others)):
+            return Reduced(self.dispatch, func, called, inplace).run
+        by_itself = op is not None and (op.direct is not None or op.handler is not None)
+        if inplace and not by_itself and waits_for_nonlinear(tensors[0]):
+            return Back(self.dispatch, called).run
+        return None
 
     def _ruled(
         self, func: Any, called: Called, op: Operator, tensors: Sequence[DTensor], args: Any, kwargs: Any, inplace: bool

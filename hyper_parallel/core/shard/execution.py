@@ -29,7 +29,7 @@ from hyper_parallel.core.shard.arguments import (
     tensors_in,
 )
 from hyper_parallel.core.shard.here import Here
-from hyper_parallel.core.shard.ops.operator import Operator
+from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -369,18 +369,30 @@ class Back:
 class Reduced:
     """A call on the values of tensors in which a maximum, minimum or product is pending that gradients flow through."""
 
-    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called) -> None:
-        self._dispatch, self._func, self._called = dispatch, func, called
+    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called, inplace: bool) -> None:
+        self._dispatch, self._func, self._called, self._inplace = dispatch, func, called, inplace
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
-        """The operator on these arguments."""
+        """The operator on these arguments; the target of a change in place stays as it lies."""
         if MODES.explicit:
             for number, tensor in enumerate(tensors):
                 if waits_for_nonlinear(tensor):
                     check_explicit(self._called.name, tensor, number, tensor._layout.reset_partial())
-        values = iter([tensor.gradient_source() for tensor in tensors])
+        given = [tensor.gradient_source() for tensor in tensors]
+        if self._inplace:
+            given[0] = tensors[0]
+        values = iter(given)
         args, kwargs = replaced(args, values), {name: replaced(value, values) for name, value in kwargs.items()}
-        return self._dispatch(self._func, args, kwargs, self._called)
+        result = self._dispatch(self._func, args, kwargs, self._called)
+        if given[0] is not tensors[0] and _is_view(self._called):
+            for one in result if isinstance(result, (list, tuple)) else (result,):
+                one._copy_of = self._called.name
+        return result
+
+
+def _is_view(called: Called) -> bool:
+    op = OPERATORS.get(called.name)
+    return op is not None and bool(op.view)
 
 
 class Into:
