@@ -32,6 +32,14 @@ def values_of(number: int, shape: tuple[int, ...]) -> torch.Tensor:
     return drawn * signs
 
 
+def is_usable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of numbers with a graph that torch has not given up."""
+    try:
+        return tensor.is_floating_point() and tensor.is_leaf in (True, False)
+    except RuntimeError:  # one of several views whose base was changed
+        return False
+
+
 class Plain:
     """What the lines of a program call, on plain tensors."""
 
@@ -107,7 +115,7 @@ class Drawing:
     def tensors(self, want: Callable[[Any], bool]) -> list[str]:
         used = {line.partition(" = ")[0] for line in self.lines}
         found = [name for name in self.namespace if name in used]
-        return [n for n in found if self.namespace[n].is_floating_point() and want(self.namespace[n])]
+        return [name for name in found if is_usable(self.namespace[name]) and want(self.namespace[name])]
 
     def pick(self, want: Callable[[Any], bool] = torch.is_tensor) -> str | None:
         names = self.tensors(want)

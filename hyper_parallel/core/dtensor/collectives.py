@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -448,22 +447,12 @@ def _share_of_parts(source: Layout, target: Layout) -> float:
 
 
 def gradient_of_whole(local: Any, layout: Layout, shape: Sequence[int]) -> Any:
-    """The gradient of a tensor by its value, from the gradient of this rank's shard; no nonlinear reduction pending."""
-    layout, count = layout.bind(len(shape)), _parts_of_average(layout)
-    lying = gradient_layout(layout)
-    whole = redistribute(local, lying, lying, shape, varied=pending_sums(layout))
-    return whole if count == 1 else whole * count
+    """The gradient of a tensor by its value, from the gradient of this rank's shard; nothing but a sum is pending."""
+    lying = gradient_layout(layout.bind(len(shape)))
+    return redistribute(local, lying, lying, shape, varied=pending_sums(layout))
 
 
 def gradient_of_shard(local: Any, layout: Layout, shape: Sequence[int]) -> Any:
     """The reverse: the gradient of this rank's shard of a tensor, from the gradient by its value."""
-    layout, count = layout.bind(len(shape)), _parts_of_average(layout)
-    lying = gradient_layout(layout)
-    part = redistribute(local, lying, lying, shape, pending_sums(layout))
-    return part if count == 1 else part / count
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts_of_average(layout: Layout) -> int:
-    sizes = zip(layout.mesh_shape, layout.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_partial("avg"))
+    lying = gradient_layout(layout.bind(len(shape)))
+    return redistribute(local, lying, lying, shape, pending_sums(layout))

@@ -31,7 +31,7 @@ from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.routes import local_for, own_local_for, reduced_twin, routes_of_moved, versions
-from hyper_parallel.core.dtensor.spec import spec_of, waits_for_nonlinear
+from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -137,7 +137,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     def gradient_source(self) -> DTensor:
         """The tensor whose shard gets the gradient of this one: reduced, where the gradient of a part is another."""
-        return reduced_twin(self) if waits_for_nonlinear(self) else self
+        return reduced_twin(self) if waits_for_value(self) else self
 
     def gradient_of_whole(self, grad: Any) -> DTensor:
         """The gradient by the value of this tensor, from that of its shard."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.dtensor.collectives import gradient_layout, is_nonlinear, redistribute
 from hyper_parallel.core.dtensor.gradient_sums import summed_later
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.spec import waits_for_nonlinear
+from hyper_parallel.core.dtensor.spec import waits_for_value
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -35,7 +35,7 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
     graph = platform.is_recorded(local)
     if target is tensor._layout and not (graph and summed):
         return local
-    if graph and waits_for_nonlinear(tensor) and _takes_reduction(tensor._layout, target):
+    if graph and waits_for_value(tensor) and _takes_reduction(tensor._layout, target):
         return local_for(reduced_twin(tensor), target, summed, implicit=implicit)
     if not graph:
         summed = ()
@@ -57,7 +57,7 @@ def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, impl
 
 
 def reduced_twin(tensor: Any) -> Any:
-    """A tensor in which a maximum, minimum or product is pending, with that reduction taken: all users share it.
+    """A tensor in which something else than a sum is pending, with that reduction taken: all users share it.
 
     The gradient of the value is that of the twin; the shard gets the gradient of its own part.
     """
@@ -123,9 +123,9 @@ def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, impl
 
 @functools.lru_cache(maxsize=4096)
 def _takes_reduction(source: Layout, target: Layout) -> bool:
-    """Whether a maximum, minimum or product that is pending has been taken in the target."""
+    """Whether something else than a sum that is pending has been taken in the target."""
     pairs = zip(source.placements, target.placements, strict=True)
-    return any(is_nonlinear(before) and before != after for before, after in pairs)
+    return any(before.is_partial() and not before.is_partial("sum") and before != after for before, after in pairs)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hyper_parallel.core.dtensor.collectives import is_nonlinear
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
 
@@ -25,7 +24,7 @@ _MOST_SPECS = 1 << 16
 
 def spec_of(tensor: Any) -> Any:
     """What stands for a tensor, which remembers it."""
-    key = (tensor._layout, tensor._shape, tensor._local.dtype, waits_for_nonlinear(tensor))
+    key = (tensor._layout, tensor._shape, tensor._local.dtype, waits_for_value(tensor))
     spec = _SPECS.get(key)
     if spec is None:
         if len(_SPECS) >= _MOST_SPECS:
@@ -36,14 +35,14 @@ def spec_of(tensor: Any) -> Any:
     return spec
 
 
-def waits_for_nonlinear(tensor: Any) -> bool:
-    """Whether a maximum, minimum or product is pending in a tensor that gradients flow through.
+def waits_for_value(tensor: Any) -> bool:
+    """Whether something else than a sum is pending in a tensor that gradients flow through.
 
     The gradient of a part is then another than that of the value, so operators take the value.
     """
-    return _has_nonlinear(tensor._layout) and bool(platform.requires_grad(tensor._local))
+    return _has_other_than_sum(tensor._layout) and bool(platform.requires_grad(tensor._local))
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_nonlinear(layout: Layout) -> bool:
-    return any(map(is_nonlinear, layout.placements))
+def _has_other_than_sum(layout: Layout) -> bool:
+    return any(op not in (None, "sum") for op in layout.partial) if layout.placements else False

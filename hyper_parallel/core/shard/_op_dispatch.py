@@ -15,7 +15,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.copied_views import remember_base
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
-from hyper_parallel.core.dtensor.spec import waits_for_nonlinear
+from hyper_parallel.core.dtensor.spec import waits_for_value
 from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
@@ -145,10 +145,10 @@ class Dispatcher:
     ) -> Run | None:
         """The way of a call on tensors whose pending reduction must be taken first; None where there are none."""
         others = tensors[1:] if inplace else tensors
-        if any(map(waits_for_nonlinear, others)):
+        if any(map(waits_for_value, others)):
             return Reduced(self.dispatch, func, called, inplace).run
         by_itself = op is not None and (op.direct is not None or op.handler is not None)
-        if inplace and not by_itself and waits_for_nonlinear(tensors[0]):
+        if inplace and not by_itself and waits_for_value(tensors[0]):
             return Back(self.dispatch, called).run
         return None
 

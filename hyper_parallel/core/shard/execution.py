@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
-from hyper_parallel.core.dtensor.spec import spec_of, waits_for_nonlinear
+from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     check_explicit,
@@ -367,7 +367,7 @@ class Back:
 
 
 class Reduced:
-    """A call on the values of tensors in which a maximum, minimum or product is pending that gradients flow through."""
+    """A call on the values of tensors in which more than a sum is pending and that gradients flow through."""
 
     def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called, inplace: bool) -> None:
         self._dispatch, self._func, self._called, self._inplace = dispatch, func, called, inplace
@@ -376,7 +376,7 @@ class Reduced:
         """The operator on these arguments; the target of a change in place stays as it lies."""
         if MODES.explicit:
             for number, tensor in enumerate(tensors):
-                if waits_for_nonlinear(tensor):
+                if waits_for_value(tensor):
                     check_explicit(self._called.name, tensor, number, tensor._layout.reset_partial())
         given = [tensor.gradient_source() for tensor in tensors]
         if self._inplace:
