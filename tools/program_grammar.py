@@ -13,6 +13,7 @@ A line that plain torch refuses is left out, so that the shapes, views and graph
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -87,11 +88,13 @@ class Drawing:
         self.plain = Plain()
         self.namespace = self.plain.names()
         self._count = 0
-        self._try(self.leaf())
-        for _ in range(200):
-            if len(self.lines) >= length:
-                break
-            self._try(self.rng.choices(STATEMENTS, WEIGHTS)[0](self))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._try(self.leaf())
+            for _ in range(200):
+                if len(self.lines) >= length:
+                    break
+                self._try(self.rng.choices(STATEMENTS, WEIGHTS)[0](self))
 
     def _try(self, line: str | None) -> None:
         if line is None:

@@ -16,6 +16,7 @@ import argparse
 import itertools
 import random
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -228,6 +229,12 @@ ENDINGS: dict[str, Callable[[Run, Any, Any], None]] = {
 
 def judge(case: Case) -> tuple[str, str]:
     """The outcome on this rank, and what there is to say about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _judge(case)
+
+
+def _judge(case: Case) -> tuple[str, str]:
     plain = Run(case, Plain(), weights_like)
     try:
         expected = plain.run()
