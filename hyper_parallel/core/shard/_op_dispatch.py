@@ -18,11 +18,13 @@ from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     PlainTensorError,
+    changes_plain,
     describe,
     distributed,
     flat,
     on_shards,
     one_mesh,
+    with_values,
 )
 from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Run, Whole, fast
 from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
@@ -68,6 +70,11 @@ class Dispatcher:
         except PlainTensorError:
             called = called or platform.called(func)
             op = OPERATORS.get(called.name)
+            if op is not None and op.lists and kwargs.get("out") is None:
+                self._planned(called, "by itself")
+                return Direct(op.direct, func).run([], args, kwargs)
+            if called.inplace and changes_plain(args, kwargs):
+                return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
             place = MODES.plain.get(called.name)
             placed = {} if op is None or place is None else place(**op.arguments(called, args, platform.named(kwargs)))
             args, kwargs = distributed(called.name, args, kwargs, op is not None and op.zeros, placed)

@@ -90,6 +90,9 @@ _SAME_AS = {
 # In place they fill a tensor with random numbers; the names without "_" are other operators, or none.
 _FILLS = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
+# Operators on lists of tensors: with "_" at the end and without it they are two operators.
+_LISTS = ("_foreach_", "_fused_", "_amp_")
+
 # Parameters that have several names.
 _PARAMETERS = {
     "self": "input",
@@ -114,13 +117,15 @@ def called(func: Any) -> Called:
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
         namespace, _, name = func._qualified_op_name.partition("::")
+        if namespace == "aten" and name.startswith(_LISTS):
+            return Called(name, name.endswith("_"), None)
         return _spelled(name, None) if namespace == "aten" else Called(f"{namespace}::{name}", False, None)
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):  # a property such as Tensor.T, which arrives as its getter
         return Called(func.__self__.__name__, False, None)
     if getattr(func, "__module__", None) == "torch.nn.init":
         return Called("init", True, _parameters(func))
-    if name in _FILLS or name.startswith(("_foreach_", "_fused_")):
+    if name in _FILLS or name.startswith(_LISTS):
         return Called(name, name.endswith("_"), None)
     return _spelled(name, _parameters(func))
 
