@@ -116,10 +116,7 @@ def called(func: Any) -> Called:
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
-        namespace, _, name = func._qualified_op_name.partition("::")
-        if namespace == "aten" and name.startswith(_LISTS):
-            return Called(name, name.endswith("_"), None)
-        return _spelled(name, None) if namespace == "aten" else Called(f"{namespace}::{name}", False, None)
+        return _called_in_ops(func)
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):  # a property such as Tensor.T, which arrives as its getter
         return Called(func.__self__.__name__, False, None)
@@ -128,6 +125,13 @@ def called(func: Any) -> Called:
     if name in _FILLS or name.startswith(_LISTS):
         return Called(name, name.endswith("_"), None)
     return _spelled(name, _parameters(func))
+
+
+def _called_in_ops(packet: Any) -> Called:
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten":
+        return Called(f"{namespace}::{name}", False, None)
+    return Called(name, name.endswith("_"), None) if name.startswith(_LISTS) else _spelled(name, None)
 
 
 def _spelled(name: str, parameters: tuple[str, ...] | None) -> Called:
