@@ -77,7 +77,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return made
 
     @classmethod
-    def on_every_rank(cls, local: Any, device_type: str, ranks: Any, names: Any) -> DTensor:
+    def _on_every_rank(cls, local: Any, device_type: str, ranks: Any, names: Any) -> DTensor:
         """A tensor of which every rank of a mesh has all, from plain values, as a file has them."""
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
         return cls(local, layout_of(mesh, [Replicate()] * mesh.ndim, len(local.shape)), local.shape)

@@ -140,7 +140,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def on_every_rank(cls, local: torch.Tensor, device_type: str, ranks: Any, names: Any) -> DTensorBase:
+    def _on_every_rank(cls, local: torch.Tensor, device_type: str, ranks: Any, names: Any) -> DTensorBase:
         """A tensor of which every rank of a mesh has all; a deriving class says how."""
         raise NotImplementedError
 

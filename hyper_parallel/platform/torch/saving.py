@@ -34,13 +34,13 @@ class SavedInChunks:
     _shape: torch.Size
 
     @property
-    def is_whole_here(self) -> bool:
+    def _is_whole_here(self) -> bool:
         """Whether this rank has all of the tensor: no axis of several ranks cuts it or has a reduction pending."""
         pairs = zip(self._layout.placements, self._layout.mesh_shape, strict=True)
         return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.is_whole_here:
+        if not self._is_whole_here:
             mesh = self._layout.mesh
             raise TypeError(
                 coded(
@@ -104,7 +104,7 @@ class SavedInChunks:
 def _rebuild_whole(
     cls: Any, local: torch.Tensor, device_type: str, ranks: Any, names: Sequence[str] | None, is_parameter: bool
 ) -> Any:
-    made = cls.on_every_rank(local, device_type, ranks, names)
+    made = cls._on_every_rank(local, device_type, ranks, names)
     if is_parameter:
         made._is_param = True
     return made
@@ -141,7 +141,7 @@ def _refuse_shards(read: Any) -> Any:
             return read(tensors, *more, **named)
         distributed = {name: value for name, value in tensors.items() if isinstance(value, SavedInChunks)}
         for name, value in distributed.items():
-            if not value.is_whole_here:
+            if not value._is_whole_here:
                 raise ValueError(
                     coded(
                         "HP230",
