@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from collections import UserDict
 
 import pytest
@@ -281,3 +282,23 @@ def test_a_pickle_of_a_plain_model_is_as_it_was():
     torch.save(model_of(), file)
     file.seek(0)
     assert isinstance(torch.load(file, weights_only=False), nn.Sequential)
+
+
+@on_ranks(2)
+def test_functions_of_torch_masked():
+    mesh = line()
+    x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 7
+    mask = torch.tensor([[True, False, True]] * 3 + [[False] * 3])
+    cut, cut_mask = distribute_tensor(x, mesh, [S0]).requires_grad_(), distribute_tensor(mask, mesh, [S1])
+    plain = x.clone().requires_grad_()
+    for name in ("sum", "mean", "softmax", "amax", "std", "normalize"):
+        arguments = (2.0, 1) if name == "normalize" else (1,)
+        function = getattr(torch.masked, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it runs on whole tensors
+            mine = function(cut, *arguments, mask=cut_mask)
+        true = function(plain, *arguments, mask=mask)
+        torch.testing.assert_close(mine, true, equal_nan=True)
+        for result in (mine, true):
+            result[:3].square().sum().backward()
+    torch.testing.assert_close(cut.grad, plain.grad, equal_nan=True)

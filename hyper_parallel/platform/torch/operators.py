@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from hyper_parallel.platform.platform import Called
 
 # What an operator is called where torch's own name is another one, or stands for something else.
-_NAMES: dict[Any, str] = {
+NAMES: dict[Any, str] = {
     F.unfold: "im2col",
     F.fold: "col2im",
     torch.adaptive_max_pool1d: "adaptive_max_pool1d_with_indices",  # always, unlike torch.nn.functional's
@@ -111,8 +111,8 @@ _PARAMETERS = {
 @functools.cache
 def called(func: Any) -> Called:
     """What a function of torch is called."""
-    if func in _NAMES:
-        return Called(_NAMES[func], False, _parameters(func))
+    if func in NAMES:
+        return Called(NAMES[func], False, _parameters(func))
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
