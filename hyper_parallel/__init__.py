@@ -74,3 +74,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *special})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,13 @@ from typing import Any
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """The same structure with ``fn(leaf)`` at every leaf of dicts, lists, tuples, sets and dataclasses."""
     twin: Any
-    if isinstance(tree, dict):
+    if isinstance(tree, (dict, UserDict)):
         values = {key: tree_map(fn, value) for key, value in tree.items()}
         if type(tree) is dict:
             return values
         twin = copy.copy(tree)  # keeps what a subclass carries, such as defaultdict's factory
-        twin.update(values)
+        for key, value in values.items():  # not update(), which outputs of transformers refuse
+            twin[key] = value
         return twin
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map(fn, value) for value in tree))

@@ -26,6 +26,7 @@ from hyper_parallel.verification.judge import judge
 from hyper_parallel.verification.one_device import dropout_of_one_device
 from hyper_parallel.verification.report import Report
 from hyper_parallel.verification.step import Task, generators_kept, run, seed_all
+from hyper_parallel.verification.typed_in import TypedIn, is_typed_in
 
 platform = get_platform()
 
@@ -50,11 +51,11 @@ def verify(
     ``make_model()``: the plain model, made twice from one seed. ``plan``: styles by the names of modules, or a
     function of the model and the mesh that puts the one on the other. ``mesh``: a mesh of the job that runs, or its
     axes, {"dp": 2, "tp": 2} or "dp=2,tp=2"; where no job runs, that many rank processes are started, and all arguments
-    must be picklable, functions by their names. ``batch``: the whole batch, a tuple of what ``loss`` takes after the
-    model, or a function that makes it; arrays become tensors, and along ``data_axis`` each rank gets its part at
-    ``batch_dim``. ``loss(model, *batch)``: one number, the mean over the whole batch; else the model gives it itself.
-    ``tolerance``: the allowed difference in units of the largest element, else by dtype. ``timeout``: in seconds, for
-    rank processes.
+    must be picklable, functions by their names in a file or in a notebook. ``batch``: the whole batch, a tuple of what
+    ``loss`` takes after the model, or a function that makes it; arrays become tensors, and along ``data_axis`` each
+    rank gets its part at ``batch_dim``. ``loss(model, *batch)``: one number, the mean over the whole batch; else the
+    model gives it itself. ``tolerance``: the allowed difference in units of the largest element, else by dtype.
+    ``timeout``: in seconds, for rank processes.
     """
     arguments = (make_model, plan, batch, loss, data_axis, batch_dim, seed, tolerance)
     if isinstance(mesh, DeviceMesh):
@@ -141,14 +142,16 @@ def mesh_of(axes: Mapping[str, int]) -> DeviceMesh:
 
 
 def _on_axes(axes: Mapping[str, int], arguments: Sequence[Any]) -> Report:
-    loaded: list[Any] = [one.load() if isinstance(one, Target) else one for one in arguments]
+    loaded: list[Any] = [one.load() if isinstance(one, (Target, TypedIn)) else one for one in arguments]
     return _on_mesh(mesh_of(axes), *loaded)
 
 
 def _sent(argument: Any) -> Any:
-    """A function or a class as another process finds it, also in a file that it cannot import by name."""
+    """A function or a class as another process finds it, also in a file that it cannot import by name, or a cell."""
     if not inspect.isfunction(argument) and not inspect.isclass(argument):
         return argument
+    if is_typed_in(argument):
+        return TypedIn.of(argument)
     try:
         if inspect.isfunction(argument):
             return Target.of(argument)

@@ -29,6 +29,8 @@ def test_one_process_without_a_group():
 def test_a_program_that_was_not_launched_is_told_how(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    if frame.IS_TORCH:
+        monkeypatch.setenv("WORLD_SIZE", "2")  # without any of them it is a job of this process alone
     with pytest.raises(ValueError, match="RANK expected, but not set.* Start the program with (torchrun|msrun)"):
         get_platform().init_process_group()
 

@@ -334,7 +334,7 @@ def init_device_mesh(
     if not shape or min(shape) < 1:
         raise ValueError(coded("HP201", f"init_device_mesh: every axis needs at least one rank, got {shape}"))
     count = math.prod(shape)
-    ranks = _block(count, init_backend) if rank_list is None else tuple(rank_list)
+    ranks = _block(count, init_backend, device_type) if rank_list is None else tuple(rank_list)
     if len(ranks) != count:
         raise ValueError(
             coded("HP201", f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}")
@@ -351,8 +351,16 @@ def get_current_mesh() -> DeviceMesh:
     return _stack()[-1]
 
 
-def _block(count: int, init_backend: bool) -> tuple[int, ...]:
+def _block(count: int, init_backend: bool, device_type: str) -> tuple[int, ...]:
     platform = get_platform()
+    if init_backend and device_type not in ("cpu", platform.device_type()):
+        raise ValueError(
+            coded(
+                "HP201",
+                f"init_device_mesh: there is no device of type {device_type!r} in this process, which has "
+                f"{platform.device_type()!r}; init_backend=False makes a mesh to plan with",
+            )
+        )
     if init_backend and count > 1:
         platform.init_process_group()
     world = platform.get_world_size()

@@ -57,6 +57,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
+        layout.mesh.own_coordinate("from_local")
         whole = layout.get_global_shape(local_tensor.shape) if shape is None else tuple(shape)
         told = shape is not None or layout.is_fused  # sections say the size of their dim
         if told and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
@@ -80,6 +81,12 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         made._is_plain = True
         platform.note_shown(local)
         return made
+
+    @classmethod
+    def _on_every_rank(cls, local: Any, device_type: str, ranks: Any, names: Any) -> DTensor:
+        """A tensor of which every rank of a mesh has all, from plain values, as a file has them."""
+        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        return cls(local, layout_of(mesh, [Replicate()] * mesh.ndim, len(local.shape)), local.shape)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -223,6 +230,17 @@ def distribute_tensor(
         )
     _check_dense("distribute_tensor", tensor)
     layout = layout_of(device_mesh, placements, len(tensor.shape))
+    requires_grad = platform.requires_grad(tensor)
+    if requires_grad and getattr(tensor, "grad_fn", None) is not None:
+        raise RuntimeError(
+            coded(
+                "HP222",
+                f"distribute_tensor: the tensor of shape {tuple(tensor.shape)} was computed from others, which would "
+                "get no gradient, since the shards are leaves. To stay in the graph, call "
+                "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements); or "
+                "detach() it first",
+            )
+        )
     if src_data_rank is not None:
         if src_data_rank not in layout.rank_list:
             raise ValueError(
@@ -234,7 +252,7 @@ def distribute_tensor(
     shard = redistribute(platform.detach(tensor), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
     platform.note_shown(shard)  # it may be a part of the user's tensor
-    return DTensor(platform.set_requires_grad(shard, platform.requires_grad(tensor)), layout, tensor.shape)
+    return DTensor(platform.set_requires_grad(shard, requires_grad), layout, tensor.shape)
 
 
 # --- modules

@@ -20,11 +20,13 @@ from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     PlainTensorError,
+    changes_plain,
     describe,
     distributed,
     flat,
     on_shards,
     one_mesh,
+    with_values,
 )
 from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Reduced, Run, Whole, fast
 from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
@@ -68,12 +70,7 @@ class Dispatcher:
                 key += kwargs
                 describe(kwargs.values(), key, tensors)
         except PlainTensorError:
-            called = called or platform.called(func)
-            op = OPERATORS.get(called.name)
-            place = MODES.plain.get(called.name)
-            placed = {} if op is None or place is None else place(**op.arguments(called, args, platform.named(kwargs)))
-            args, kwargs = distributed(called.name, args, kwargs, op is not None and op.zeros, placed)
-            return self.dispatch(func, args, kwargs, called)
+            return self._with_plain(func, args, kwargs, called or platform.called(func))
         try:
             run = self._plans.get(tuple(key))
         except TypeError:  # an argument that cannot be a key, such as an array
@@ -102,6 +99,19 @@ class Dispatcher:
             name = (called or platform.called(func)).name
             op = OPERATORS.get(name)
             remember_base(one, tensors[0], name, again, is_view=op is None or op.view is True)
+
+    def _with_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called) -> Any:
+        """The call, where plain tensors are among the arguments too."""
+        op = OPERATORS.get(called.name)
+        if op is not None and op.lists and op.direct is not None and kwargs.get("out") is None:
+            self._planned(called, "by itself")
+            return Direct(op.direct, func).run([], args, kwargs)
+        if called.inplace and changes_plain(args, kwargs):
+            return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
+        place = MODES.plain.get(called.name)
+        placed = {} if op is None or place is None else place(**op.arguments(called, args, platform.named(kwargs)))
+        args, kwargs = distributed(called.name, args, kwargs, op is not None and op.zeros, placed)
+        return self.dispatch(func, args, kwargs, called)
 
     def forget(self) -> None:
         """Drops all plans: a rule has changed."""
@@ -213,6 +223,9 @@ def bound_call(op: Operator, called: Called, arguments: dict[str, Any], ruled: A
         ruled = Ruled(ruled)
     count = len(ruled.rule.notation.operands)
     given = ruled.operands if ruled.operands is not None else [arguments.get(name) for name in op.parameters[:count]]
+    for value in given:
+        if isinstance(value, (list, tuple)) and not all(isinstance(entry, DTensor) for entry in value):
+            raise Unruled("a list among its operands holds something that is no tensor")
     numbers = [i for i, value in enumerate(given) if isinstance(value, (bool, int, float, complex))]
     operands = [value if isinstance(value, (DTensor, list, tuple)) else None for value in given]
     try:

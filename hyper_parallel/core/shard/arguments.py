@@ -126,6 +126,22 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
     return platform.tree_map(one, tuple(args)), platform.tree_map(one, dict(kwargs))
 
 
+def changes_plain(args: Any, kwargs: Any) -> bool:
+    """Whether a plain tensor is changed in place by distributed numbers, as in clipping: its result can only be plain.
+
+    Where the number needs a gradient it is unknown whether the ranks' shares add up, so that is not one of them.
+    """
+    if not args or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
+        return False
+    numbers = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)]
+    return not any(number._shape or platform.is_recorded(number._local) for number in numbers)
+
+
+def with_values(tree: Any) -> Any:
+    """The arguments with plain tensors for distributed ones."""
+    return platform.tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, tree)
+
+
 def on_all_ranks(local: Any, mesh: Any) -> DTensor:
     """A plain tensor that every rank of a mesh has."""
     layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))

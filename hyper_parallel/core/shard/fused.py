@@ -25,9 +25,8 @@ from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import check_explicit, flat, refuse_copy, replaced
 from hyper_parallel.core.shard.binding import flat as bound_tensors
 from hyper_parallel.core.shard.execution import Run, copied_back
-from hyper_parallel.core.shard.ops.foreach import PREFIX
 from hyper_parallel.core.shard.ops.indexing import ALL, spread
-from hyper_parallel.core.shard.ops.operator import Operator
+from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.rule import BoundRule
 from hyper_parallel.platform import get_platform
@@ -296,7 +295,8 @@ _VIEWS: dict[str, Callable[..., Run | None]] = {
 
 def for_any_layout(called: Called, run: Run) -> Run:
     """A way that knows nothing of sections, for tensors that may have some."""
-    if called.name in ANY_LAYOUT.split() or called.name.startswith((PREFIX, "_fused_")):
+    op = OPERATORS.get(called.name)
+    if called.name in ANY_LAYOUT.split() or (op is not None and op.lists):  # lists are shard by shard
         return run
     return Unfused(called, run).run
 

@@ -48,7 +48,7 @@ def parallelize_module(
                 f"parallelize_module: expected a mesh of one axis, got {mesh}; take one of its axes, mesh[{axis!r}]",
             )
         )
-    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else dict(parallelize_plan or {})
+    plan = _plan_of(parallelize_plan)
     if not plan:
         warnings.warn("parallelize_module: there is no plan, so nothing was done", stacklevel=users_level())
     modules = dict(platform.get_cells_and_names(module))
@@ -61,6 +61,20 @@ def parallelize_module(
     if logger.isEnabledFor(logging.INFO) and platform.get_rank() == 0:
         logger.info("parallelize_module on %s:\n%s", mesh, parallel_table(module))
     return module
+
+
+def _plan_of(given: Any) -> Mapping[str, Any]:
+    if isinstance(given, ParallelStyle):
+        return {"": given}
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            coded(
+                "HP402",
+                "parallelize_module: expected a style, or a dict from the names of modules to styles such as "
+                f'{{"layers.*.up": ColwiseParallel()}}, got a {type(given).__name__}',
+            )
+        )
+    return given or {}
 
 
 def _styles(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Iterator[tuple[str, ParallelStyle]]:

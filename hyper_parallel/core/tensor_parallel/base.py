@@ -65,7 +65,17 @@ def first_tensor(module: Any, args: tuple[Any, ...]) -> Any:
 
 def own_tensor(module: Any, name: str) -> Any:
     """A parameter or buffer of the module itself."""
-    return dict(platform.own_tensors(module))[name]
+    tensors = dict(platform.own_tensors(module))
+    if name not in tensors:
+        raise ValueError(
+            coded(
+                "HP407",
+                f"{type(module).__name__} has no {name} of its own, but {', '.join(tensors) or 'no tensors at all'}: "
+                "weight_norm, spectral_norm and other parametrizations compute it anew in every forward; remove them "
+                "first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm)",
+            )
+        )
+    return tensors[name]
 
 
 def checked_placement(name: str, value: Any) -> Placement | None:

@@ -13,14 +13,17 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class DTensorBase(torch.Tensor):
+class DTensorBase(SavedInChunks, torch.Tensor):
     """A shard with the metadata of the whole: ``shape`` is global, ``local_shape`` is this rank's."""
 
     _local: torch.Tensor
@@ -109,21 +112,35 @@ class DTensorBase(torch.Tensor):
         """Takes over what has changed in the tensor that this one is a copy of; a deriving class says how."""
         raise NotImplementedError
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_rebuild, (type(self), self._local, self._layout, tuple(self._shape)))
+    def __copy__(self) -> DTensorBase:
+        twin = self._twin(self._local)
+        twin.__dict__.update(vars(self))
+        return twin
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self._shape)}, local={self._local!r}, layout={self._layout!r})"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        allow_loading(cls)
+        guard_safetensors()
+        # torch.optim and clipping take lists of these classes at once where kernels for lists are fast.
+        for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+            types.append(cls)
         # Torch asks for it several times at each call; as a class method it would be bound anew each time.
         cls.__torch_function__ = staticmethod(MethodType(_torch_function, cls))  # type: ignore[method-assign]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
-        raise TypeError(f"{func}: reached the wrapper of a {cls.__name__} below the level where operators are caught")
+        raise TypeError(
+            coded(
+                "HP320",
+                f"{func}: code that works below torch's functions was given a {cls.__name__}, whose data it cannot "
+                "see. DistributedDataParallel, torch.compile, torch.func and C++ extensions do so; for data parallel "
+                "call replicate(model, mesh['dp']), for an operator of your own custom_shard()",
+            )
+        )
 
     @staticmethod
     def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -132,6 +149,11 @@ class DTensorBase(torch.Tensor):
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None) -> DTensorBase:
         """The same tensor in another layout; a deriving class says how."""
+        raise NotImplementedError
+
+    @classmethod
+    def _on_every_rank(cls, local: torch.Tensor, device_type: str, ranks: Any, names: Any) -> DTensorBase:
+        """A tensor of which every rank of a mesh has all; a deriving class says how."""
         raise NotImplementedError
 
     def reduce_partial(self) -> DTensorBase:
@@ -318,10 +340,6 @@ def _torch_function(
 
 
 DTensorBase.__torch_function__ = staticmethod(MethodType(_torch_function, DTensorBase))  # type: ignore[method-assign]
-
-
-def _rebuild(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
-    return cls(local, layout, shape)
 
 
 def _several(items: Any) -> Sequence[Any]:

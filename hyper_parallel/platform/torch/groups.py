@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -71,6 +72,9 @@ class Groups(Platform):
         if dist.is_initialized():
             return
         self._timeout = _as_timedelta(timeout)
+        if init_method is None and store is None and rank < 0 and world_size < 0 and not _is_launched():
+            # A notebook or a plain script: a job of this process alone, which needs no address.
+            rank, world_size, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
                 backend or self._default_backend(),
@@ -164,7 +168,7 @@ class Groups(Platform):
         # groups that a process has made into the group's name: members that have made different numbers of groups
         # then wait for each other for ever. Naming the group by its ranks and by how often they made one needs
         # neither, so the private helper under new_group is called with that name.
-        world = distributed_c10d._get_default_group()
+        world = self._group("create_group", None)
         name = self._group_name(tuple(ranks))
         try:
             group, _ = distributed_c10d._new_process_group_helper(
@@ -236,6 +240,11 @@ class Groups(Platform):
 
     def prefix_store(self, prefix: str, store: Any) -> Any:
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _is_launched() -> bool:
+    """Whether anything in the environment speaks of a job that this process is a rank of."""
+    return any(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def _as_timedelta(timeout: Any) -> timedelta | None:

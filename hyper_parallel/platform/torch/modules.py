@@ -14,7 +14,9 @@ from torch import nn
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Projection
+from hyper_parallel.platform.torch.owned import load_onto_mesh, note_replaced
 from hyper_parallel.platform.torch.recompute import Wrapper
+from hyper_parallel.platform.torch.saving import UnpickledHook
 from hyper_parallel.platform.torch.tensors import Tensors
 
 _FORMATS = ("safetensors", "pt")
@@ -56,7 +58,7 @@ class Modules(Tensors):
         for module in {*cell.modules(), owner}:
             for key, param in module._parameters.items():
                 if param is old:
-                    module.register_parameter(key, new_param)
+                    self._own_parameter(module, key, new_param)
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
@@ -139,11 +141,13 @@ class Modules(Tensors):
     def register_forward_pre_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
+        hook = hook if isinstance(hook, UnpickledHook) else UnpickledHook(hook)
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(
         self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False, always_call: bool = False
     ) -> Any:
+        hook = hook if isinstance(hook, UnpickledHook) else UnpickledHook(hook)
         return module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=always_call)
 
     def own_tensors(self, module: Any) -> list[tuple[str, Any]]:
@@ -153,11 +157,19 @@ class Modules(Tensors):
     def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
         if name in module._buffers:
             module._buffers[name] = tensor
+            load_onto_mesh(module)
             return
         old = module._parameters[name]
         is_parameter = isinstance(tensor, nn.Parameter)
         new = tensor if is_parameter else nn.Parameter(tensor, requires_grad=old.requires_grad)
+        self._own_parameter(module, name, new)
+
+    def _own_parameter(self, module: Any, name: str, new: Any) -> None:
+        old = module._parameters[name]
         module.register_parameter(name, new)
+        if isinstance(new, self.DTensorBase):
+            note_replaced(module, name, old, new)
+            load_onto_mesh(module)
 
     def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         return module.register_full_backward_hook(hook, prepend=prepend)

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from hyper_parallel.platform.platform import Called
 
 # What an operator is called where torch's own name is another one, or stands for something else.
-_NAMES: dict[Any, str] = {
+NAMES: dict[Any, str] = {
     F.unfold: "im2col",
     F.fold: "col2im",
     torch.adaptive_max_pool1d: "adaptive_max_pool1d_with_indices",  # always, unlike torch.nn.functional's
@@ -90,6 +90,9 @@ _SAME_AS = {
 # In place they fill a tensor with random numbers; the names without "_" are other operators, or none.
 _FILLS = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
+# Operators on lists of tensors: with "_" at the end and without it they are two operators.
+_LISTS = ("_foreach_", "_fused_", "_amp_")
+
 # Parameters that have several names.
 _PARAMETERS = {
     "self": "input",
@@ -108,21 +111,27 @@ _PARAMETERS = {
 @functools.cache
 def called(func: Any) -> Called:
     """What a function of torch is called."""
-    if func in _NAMES:
-        return Called(_NAMES[func], False, _parameters(func))
+    if func in NAMES:
+        return Called(NAMES[func], False, _parameters(func))
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
-        namespace, _, name = func._qualified_op_name.partition("::")
-        return _spelled(name, None) if namespace == "aten" else Called(f"{namespace}::{name}", False, None)
+        return _called_in_ops(func)
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):  # a property such as Tensor.T, which arrives as its getter
         return Called(func.__self__.__name__, False, None)
     if getattr(func, "__module__", None) == "torch.nn.init":
         return Called("init", True, _parameters(func))
-    if name in _FILLS or name.startswith(("_foreach_", "_fused_")):
+    if name in _FILLS or name.startswith(_LISTS):
         return Called(name, name.endswith("_"), None)
     return _spelled(name, _parameters(func))
+
+
+def _called_in_ops(packet: Any) -> Called:
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten":
+        return Called(f"{namespace}::{name}", False, None)
+    return Called(name, name.endswith("_"), None) if name.startswith(_LISTS) else _spelled(name, None)
 
 
 def _spelled(name: str, parameters: tuple[str, ...] | None) -> Called:

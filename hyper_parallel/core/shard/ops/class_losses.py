@@ -56,7 +56,8 @@ def losses_of_cut_classes(
 ) -> tuple[DTensor, DTensor]:
     """The loss of every position and the weight of its target, in the dtype of sums; the classes are cut.
 
-    A target that is no class gives a nan.
+    A target that is no class is an IndexError, as on one device; on an accelerator, where asking for its value would
+    wait for all that runs, its loss is a nan.
     """
     in_shares = tuple(input.shape) == tuple(target.shape)
     _check(input, target, weight, ignore_index, label_smoothing, in_shares)
@@ -258,6 +259,21 @@ def _merged(call: _Call, told: list[Any]) -> tuple[Any, ...]:
     return losses, weights.sum(0), shares.sum(0), top, total
 
 
+def _refuse_outside(call: _Call, target: Any) -> None:
+    """Before anything is exchanged: all ranks that have parts of a position's classes have its target."""
+    if platform.device_type() != "cpu":
+        return
+    outside = target[call.kept(target) & ((target < 0) | (target >= call.classes))]
+    if len(outside):
+        raise IndexError(
+            coded(
+                "HP315",
+                f"cross_entropy: target {int(outside[0])} is out of bounds: there are {call.classes} classes, from 0 "
+                f"to {call.classes - 1}, and ignore_index is {call.ignore_index}",
+            )
+        )
+
+
 @functools.cache
 def _functions() -> dict[str, Any]:
     """The autograd functions, made when the framework is known."""
@@ -265,6 +281,8 @@ def _functions() -> dict[str, Any]:
     class Losses(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
         def forward(ctx: Any, input: Any, target: Any, weight: Any, call: _Call) -> Any:
+            if not call.in_shares:
+                _refuse_outside(call, target)
             losses, weights, shares, top, total = _merged(call, _told(call, input, target, weight))
             if not call.in_shares:
                 kept = call.kept(target)

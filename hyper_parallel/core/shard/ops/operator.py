@@ -45,6 +45,7 @@ class Operator:
     ``ready``: ``ready(here, **arguments)`` gives, once for a plan, a function that does what ``local`` does when it is
     called in place of the operator, with the shards among the arguments as they came; or None.
     ``zeros``: plain zeros among the arguments are taken: torch's modules begin with them.
+    ``lists``: it works on lists entry by entry, so they may hold plain and distributed tensors; only with ``direct``.
     ``family``: the module that put it into the table.
     """
 
@@ -59,6 +60,7 @@ class Operator:
     view: bool | str = False
     zeros: bool = False
     ready: Callable[..., Callable[..., Any] | None] | None = None
+    lists: bool = False
     family: str = ""
 
     def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,11 +96,12 @@ def operator(
     view: bool | str = False,
     zeros: bool = False,
     ready: Callable[..., Callable[..., Any] | None] | None = None,
+    lists: bool = False,
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
     family = sys._getframe(1).f_globals.get("__name__", "")
-    ways = rule, local, handler, direct, view, zeros, ready
+    ways = rule, local, handler, direct, view, zeros, ready, lists
     for name in names.split():
         OPERATORS[name] = Operator(name, positional, defaults, rest, *ways, family)
     for told in ON_CHANGE:
