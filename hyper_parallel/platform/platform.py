@@ -298,6 +298,10 @@ class Platform(ABC):
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         """Fills ``object_list``, one slot a rank, with every rank's ``obj``."""
 
+    @abstractmethod
+    def longest_wait(self) -> tuple[str, float] | None:
+        """(collective, seconds) of the longest wait for other ranks that lasts on any thread; None if none does."""
+
     @contextmanager
     def checked_collectives(self) -> Iterator[None]:
         """A context in which the ranks compare op, dtype, shape and splits before each collective.

@@ -65,7 +65,13 @@ def launch(recipe: Recipe, overrides: Sequence[str], resume: str | None) -> int:
     """Trains on as many processes as the mesh has; the exit code, or a JobError."""
     logs = _log_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as notes:
-        job = {"path": str(recipe.path), "overrides": list(overrides), "nproc": recipe.ranks, "resume": resume}
+        job = {
+            "path": str(recipe.path),
+            "overrides": list(overrides),
+            "nproc": recipe.ranks,
+            "resume": resume,
+            "launcher": os.getpid(),
+        }
         (Path(notes) / JOB).write_text(json.dumps(job))
         ranks = _Ranks(recipe, Path(notes), logs)
         try:

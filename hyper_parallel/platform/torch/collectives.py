@@ -15,7 +15,7 @@ from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain, waiting_in
 from hyper_parallel.platform.torch.groups import Groups
 
 _REDUCE_OP = {
@@ -171,13 +171,15 @@ class Collectives(Groups):
     def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
         resolved = self._group("send_object_list", group)
         self._check_peer("send_object_list", "dst", dst, resolved)
-        self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
+        with waiting_in("send_object_list", resolved):
+            self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
 
     def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
         resolved = self._group("recv_object_list", group)
         if src is not None:
             self._check_peer("recv_object_list", "src", src, resolved)
-        return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
+        with waiting_in("recv_object_list", resolved):
+            return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         resolved = self._group("all_gather_object", group)
@@ -193,7 +195,8 @@ class Collectives(Groups):
         if order.last(resolved)[1]:  # the meeting itself is not waited for in steps, so all come together before
             work = self._call("all_gather_object", resolved, lambda: dist.barrier(resolved, async_op=True))
             Handle(work, "all_gather_object", resolved).wait()
-        self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
+        with waiting_in("all_gather_object", resolved):
+            self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
 

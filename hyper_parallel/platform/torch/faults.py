@@ -12,6 +12,8 @@ import atexit
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.errors import CommunicationError, unfinished
-from hyper_parallel.platform.torch import order
+from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.order import NOTE_SECONDS
 
 # How often the thread looks whether others have failed in the collective that this rank waits in.
@@ -32,6 +34,39 @@ BACKEND_ERRORS = (RuntimeError,)
 
 # thread -> the collective that it waits in, the group, and since when.
 WAITING: dict[int, tuple[str, dist.ProcessGroup, float]] = {}
+
+
+def longest_wait() -> tuple[str, float] | None:
+    """(collective, seconds) of the longest wait that lasts on any thread."""
+    waits = list(WAITING.values())
+    if not waits:
+        return None
+    collective, _, since = min(waits, key=lambda wait: wait[2])
+    return collective, time.monotonic() - since
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take, as whoever made the group has said."""
+    for device in group._device_types:
+        try:
+            found = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for that device, or one without options
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return dist.default_pg_timeout
+
+
+@contextmanager
+def waiting_in(collective: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """A context in which this thread waits for others."""
+    thread = threading.get_ident()
+    _keep_lookout()
+    WAITING[thread] = (collective, group, time.monotonic())
+    try:
+        yield
+    finally:
+        WAITING.pop(thread, None)
 
 
 class Handle:
@@ -52,14 +87,11 @@ class Handle:
         """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
         if self._work is not None:
             work, self._work = self._work, None
-            _keep_lookout()
-            WAITING[threading.get_ident()] = (self._collective, self._group, time.monotonic())
             try:
-                self._complete(work)
+                with waiting_in(self._collective, self._group):
+                    self._complete(work)
             except BACKEND_ERRORS as error:
                 raise explain(error, self._collective, self._group, self._peer, self._number) from error
-            finally:
-                del WAITING[threading.get_ident()]
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -67,6 +99,9 @@ class Handle:
 
     def _complete(self, work: Any) -> None:
         waiting = self._waiting
+        if isinstance(work, gloo.SeveralWorks):
+            work.wait(timeout_of(self._group))
+            return
         if waiting is None or dist.get_backend(self._group) != "gloo":
             work.wait()
             return
