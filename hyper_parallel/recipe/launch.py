@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.order import HYPER_PARALLEL_CHECK_ORDER
+from hyper_parallel.platform.order import FIRST, HYPER_PARALLEL_CHECK_ORDER
 from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED, FINISHED, JOB, STOPPED
 from hyper_parallel.recipe.schema import Recipe
 
@@ -198,7 +198,7 @@ def environment(framework: str, ranks: int) -> dict[str, str]:
     calm = {"OMP_NUM_THREADS": str(threads), **({"GLOG_v": "3"} if framework == "mindspore" else {})}
     return {
         **calm,
-        HYPER_PARALLEL_CHECK_ORDER: "first:100",  # ranks that part mostly do so in the first steps
+        HYPER_PARALLEL_CHECK_ORDER: f"first:{FIRST}",
         **os.environ,
         "HYPER_PARALLEL_PLATFORM": framework,
         "MASTER_ADDR": "127.0.0.1",

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
+from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain, waiting_in
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain, timeout_of, waiting_in
 from hyper_parallel.platform.torch.groups import Groups
 
 _REDUCE_OP = {
@@ -29,6 +30,8 @@ _REDUCE_OP = {
 
 class Collectives(Groups):
     """The part of the contract that is about communication outside the graph."""
+
+    _compared_by_default = FIRST  # gloo ends processes whose data does not fit together
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         resolved = self._group("barrier", group)
@@ -238,14 +241,22 @@ class Collectives(Groups):
         """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
         "nothing."""
         number = order.begin(group)
-        if number > self._compared_first and not self._checks_collectives and not self._listeners:
+        # The more thorough check tells all ranks together, and would wait for one that the other check had told.
+        is_compared = number <= self._compared_first and not self._checks_collectives and order.is_comparable(group)
+        if not is_compared and not self._checks_collectives and not self._listeners:
             return
         call = describe()
-        if number <= self._compared_first:
-            self._call(call.name, group, lambda: order.compare(group, call))
+        if is_compared:
+            self._compare(call, group)
         if self._checks_collectives:
             self._call(call.name, group, lambda: require_agreement(call, group))
         self._tell(call.name, dist.get_process_group_ranks(group), nbytes)
+
+    def _compare(self, call: Call, group: dist.ProcessGroup) -> None:
+        seconds = timeout_of(group).total_seconds()
+        seeks = self._seeks_circles
+        with waiting_in(call.name, group):
+            self._call(call.name, group, lambda: order.compare(group, call, seconds, seeks_circles=seeks))
 
     def _tell(self, name: str, ranks: Sequence[int | None], nbytes: int) -> None:
         if not self._listeners:
