@@ -37,7 +37,7 @@ one that does not answer, who is missing is not known, and the error comes up to
 
 **By default for the first steps of every run.** The first 100 collectives of every group are compared between the ranks
 before they start; `HYPER_PARALLEL_CHECK_ORDER=first:N` compares the first N, `=1` all, `=0` none, and
-`with get_platform().checked_order():` those in a block of code. The first rank that comes leaves in the job's store what
+`with get_platform().checked_order():` those in a block of code. The first rank that comes leaves in the store what
 it issues; each of the others compares, with one message and without waiting. Ranks that part, in the collective, the
 reduction, the source, the shape or the dtype, are all told, within about a second, at which collective of which axis,
 and what every rank issued at which line of the program ([HP115](#hp115)). The splits of an uneven exchange are compared
@@ -49,7 +49,7 @@ for, by the variable or by the block, ranks that wait for each other in differen
 {example}
 ```
 
-The first 100 cost some hundredths of a second in the life of a job; to compare all of them would take several percent of
+The first 100 cost some hundredths of a second in the life of a job; to compare all would take several percent of
 a step. Later than that, data that does not fit still ends processes on gloo: look for it with `=1`.
 
 What it costs, for one all-reduce between 4 processes on 2 cores (medians of calls with and without it that alternate):
