@@ -26,7 +26,7 @@ ALL = 1 << 62
 FIRST = 100
 
 
-def first_compared(asked: str | None, default: int) -> int:
+def first_compared(asked: str | None, default: int = 0) -> int:
     """How many collectives of each group are compared, as the environment asks; None: it does not."""
     if asked is None:
         return default

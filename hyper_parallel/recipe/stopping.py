@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.platform import CommunicationError, get_platform
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.errors import stuck
 
 platform = get_platform()
 
@@ -90,20 +90,8 @@ class StopSignal:
                 continue
             collective, seconds = waits
             if min(seconds, time.monotonic() - asked) >= self._grace:
-                self._on_stuck(_stuck(collective, seconds))
+                self._on_stuck(stuck(platform.get_rank(), collective, seconds))
                 return
-
-
-def _stuck(collective: str, seconds: float) -> CommunicationError:
-    rank = platform.get_rank()
-    return CommunicationError(
-        coded(
-            "HP141",
-            f"rank {rank}: it was asked to stop, but has waited in {collective} for {seconds:.0f} s and could not "
-            "save; communication.grace says how long it may",
-        ),
-        collective=collective,
-    )
 
 
 def _print_and_exit(error: CommunicationError) -> None:
