@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,20 @@ def users_line() -> str:
     """file:line of the user's code; nothing where there is none, as in a thread of the framework."""
     frame, _ = _users_frame()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def raising_line(error: BaseException) -> str:
+    """file:line of the innermost frame of the user's code that an error went through, with the line's text."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame):
+            found = trace
+        trace = trace.tb_next
+    if found is None:
+        return ""
+    file, number = found.tb_frame.f_code.co_filename, found.tb_lineno
+    text = linecache.getline(file, number).strip()
+    return f"{Path(file).name}:{number}{f' `{text}`' if text else ''}"
 
 
 def users_level() -> int:

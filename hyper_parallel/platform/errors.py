@@ -84,6 +84,18 @@ def unfinished(
     )
 
 
+def stuck(rank: int, collective: str, seconds: float) -> CommunicationError:
+    """The error of a rank that was asked to stop and waits for others in vain."""
+    return CommunicationError(
+        coded(
+            "HP141",
+            f"rank {rank}: it was asked to stop, but has waited in {collective} for {seconds:.0f} s and could not "
+            "save; communication.grace says how long it may",
+        ),
+        collective=collective,
+    )
+
+
 def _place(number: int, axis: str) -> str:
     """Which collective it was: of which axis of the mesh, and how many were before it."""
     if not number:

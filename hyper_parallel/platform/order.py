@@ -21,9 +21,15 @@ HYPER_PARALLEL_CHECK_ORDER = "HYPER_PARALLEL_CHECK_ORDER"
 # More collectives than any program issues.
 ALL = 1 << 62
 
+# As many of each group are compared unless the environment asks for something else, where a backend ends the process
+# of ranks that part: ranks mostly part in the first steps, and it costs some milliseconds in the life of a job.
+FIRST = 100
 
-def first_compared(asked: str, variable: str = HYPER_PARALLEL_CHECK_ORDER) -> int:
+
+def first_compared(asked: str | None, default: int = 0, variable: str = HYPER_PARALLEL_CHECK_ORDER) -> int:
     """How many of each kind are compared, as a variable of the environment asks."""
+    if asked is None:
+        return default
     if asked in ("", "0"):
         return 0
     if asked == "1":
@@ -42,7 +48,7 @@ def parted(rank: int, number: int, ranks: Sequence[int], issued: Mapping[int, st
         coded(
             "HP115",
             f"rank {rank}: the ranks part at collective {number} of {_place(ranks, axis)}: {told}. Every rank of a "
-            "group must issue the same collectives in the same order: look for a branch that not all ranks take.",
+            f"group must issue the same collectives in the same order: {_remedy(issued)}.",
         ),
         collective=issued.get(rank, "").partition("(")[0],
         ranks=tuple(ranks),
@@ -50,6 +56,15 @@ def parted(rank: int, number: int, ranks: Sequence[int], issued: Mapping[int, st
         number=number,
         axis=axis,
     )
+
+
+def _remedy(issued: Mapping[int, str]) -> str:
+    if len({one.partition("(")[0] for one in issued.values()}) == 1:
+        return (
+            "here the sizes differ. If the ranks have pieces of different sizes, say the shape of the whole, "
+            "DTensor.from_local(..., shape=); else look for data that not all ranks have alike"
+        )
+    return "look for a branch that not all ranks take"
 
 
 def in_a_circle(rank: int, circle: Sequence[tuple[int, Mapping[str, Any]]]) -> CommunicationError:

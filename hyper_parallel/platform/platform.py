@@ -119,10 +119,13 @@ class Platform(ABC):
     PipelineStageBase: type[Any]
     platform_type: PlatformType
     tensor_dtype: Any
+    _compared_by_default = 0  # how many collectives of each group, where the backend does not do it itself
 
     def __init__(self) -> None:
         self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in ("", "0")
-        self._compared_first = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_ORDER, ""))
+        asked = os.environ.get(HYPER_PARALLEL_CHECK_ORDER)
+        self._compared_first = first_compared(asked, self._compared_by_default)
+        self._seeks_circles = asked is not None
         self._listeners: list[Callable[[Traffic], None]] = []
         self._grad_reduction: tuple[Any, Callable[[], Any] | None] | None = None
         self._forgetters: list[Callable[[], None]] = []
@@ -298,6 +301,10 @@ class Platform(ABC):
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         """Fills ``object_list``, one slot a rank, with every rank's ``obj``."""
 
+    @abstractmethod
+    def longest_wait(self) -> tuple[str, float] | None:
+        """(collective, seconds) of the longest wait for other ranks that lasts on any thread; None if none does."""
+
     @contextmanager
     def checked_collectives(self) -> Iterator[None]:
         """A context in which the ranks compare op, dtype, shape and splits before each collective.
@@ -315,14 +322,16 @@ class Platform(ABC):
         """A context in which the ranks that issue different collectives are told so, with each rank's line of code.
 
         It is a CommunicationError on every rank of the group, and costs one message to the job's store for every
-        collective. HYPER_PARALLEL_CHECK_ORDER=1 does so for a whole program, =first:100 for the first 100 collectives
-        of each group.
+        collective. HYPER_PARALLEL_CHECK_ORDER=1 does so for a whole program, =first:N for the first N collectives of
+        each group, =0 for none. On torch the first 100 of each group are compared by default; ranks that wait for each
+        other in collectives of different groups are looked for only where the check was asked for.
         """
-        before, self._compared_first = self._compared_first, ALL
+        before = self._compared_first, self._seeks_circles
+        self._compared_first, self._seeks_circles = ALL, True
         try:
             yield
         finally:
-            self._compared_first = before
+            self._compared_first, self._seeks_circles = before
 
     @contextmanager
     def listen_to_collectives(self, listener: Callable[[Traffic], None]) -> Iterator[None]:

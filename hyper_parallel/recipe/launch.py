@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.order import HYPER_PARALLEL_CHECK_ORDER
+from hyper_parallel.platform.order import FIRST, HYPER_PARALLEL_CHECK_ORDER
 from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED, FINISHED, JOB, STOPPED
 from hyper_parallel.recipe.schema import Recipe
 
@@ -65,7 +65,13 @@ def launch(recipe: Recipe, overrides: Sequence[str], resume: str | None) -> int:
     """Trains on as many processes as the mesh has; the exit code, or a JobError."""
     logs = _log_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as notes:
-        job = {"path": str(recipe.path), "overrides": list(overrides), "nproc": recipe.ranks, "resume": resume}
+        job = {
+            "path": str(recipe.path),
+            "overrides": list(overrides),
+            "nproc": recipe.ranks,
+            "resume": resume,
+            "launcher": os.getpid(),
+        }
         (Path(notes) / JOB).write_text(json.dumps(job))
         ranks = _Ranks(recipe, Path(notes), logs)
         try:
@@ -193,7 +199,7 @@ def environment(framework: str, ranks: int) -> dict[str, str]:
     return {
         **calm,
         "HYPER_PARALLEL_CHECK_BATCHES": "first:3",  # of every place where plain tensors go in
-        HYPER_PARALLEL_CHECK_ORDER: "first:100",  # ranks that part mostly do so in the first steps
+        HYPER_PARALLEL_CHECK_ORDER: f"first:{FIRST}",
         **os.environ,
         "HYPER_PARALLEL_PLATFORM": framework,
         "MASTER_ADDR": "127.0.0.1",

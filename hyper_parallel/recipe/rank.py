@@ -15,6 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.testing.parent import end_with_parent
+
 JOB, FINISHED, FAILED, BAD_RECIPE, STOPPED = "job.json", 0, 1, 2, 3
 
 
@@ -22,6 +24,7 @@ def main() -> None:
     """Trains, and leaves a note of how it ended where it failed."""
     folder = Path(sys.argv[1])
     job = json.loads((folder / JOB).read_text())
+    end_with_parent(job["launcher"])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):  # for people who wonder where a rank hangs
@@ -30,12 +33,9 @@ def main() -> None:
         warnings.showwarning = _shown
     code = FAILED
     try:
-        code = run(job)
+        code = run(job, folder)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher tells it
-        note = noted(error)
-        traceback.print_exc()
-        code = note["code"]
-        (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(note))
+        code = leave_note(folder, error)
     sys.stdout.flush()
     sys.stderr.flush()
     if code == FAILED:
@@ -43,15 +43,28 @@ def main() -> None:
     raise SystemExit(code)
 
 
-def run(job: dict[str, Any]) -> int:
+def run(job: dict[str, Any], folder: Path) -> int:
     """Trains; the exit code."""
     from hyper_parallel.platform import get_platform
     from hyper_parallel.recipe import read_recipe
     from hyper_parallel.recipe.training import train
 
-    outcome = train(read_recipe(job["path"], job["overrides"], job["nproc"]), job["resume"])
+    def end(error: BaseException) -> None:
+        os._exit(leave_note(folder, error))
+
+    outcome = train(read_recipe(job["path"], job["overrides"], job["nproc"]), job["resume"], end)
     get_platform().destroy_process_group()
     return STOPPED if outcome.stopped else FINISHED
+
+
+def leave_note(folder: Path, error: BaseException) -> int:
+    """Tells the launcher of an error; the exit code."""
+    note = noted(error)
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(note))
+    code: int = note["code"]
+    return code
 
 
 def noted(error: BaseException) -> dict[str, Any]:

@@ -156,6 +156,19 @@ class Logging(Part):
     )
 
 
+class Communication(Part):
+    """How long ranks wait for each other."""
+
+    timeout: Positive = Field(
+        default=600,
+        description="seconds that a rank waits in a collective for the others, before it says who is missing",
+    )
+    grace: Positive = Field(
+        default=30,
+        description="seconds that a rank may wait in one collective after SIGTERM or SIGINT, before it is ended",
+    )
+
+
 class Recipe(Part):
     """One training."""
 
@@ -178,6 +191,7 @@ class Recipe(Part):
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     logging: Logging = Logging()
+    communication: Communication = Communication()
 
     _path: Path = PrivateAttr(Path())
 

@@ -11,10 +11,8 @@ import functools
 import json
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,12 +29,13 @@ from hyper_parallel.core.distributed_checkpoint import (
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
-from hyper_parallel.platform import get_platform
+from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import Job, build
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.reporting import Reporter
 from hyper_parallel.recipe.schema import Optimizer, Recipe
+from hyper_parallel.recipe.stopping import StopSignal
 
 platform = get_platform()
 _DECIDES_LOSSES = (
@@ -66,8 +65,15 @@ class TrainingError(RuntimeError):
     """A training that cannot go on."""
 
 
-def train(recipe: Recipe, resume: str | Path | None = None) -> Outcome:
-    """Trains until the recipe's steps are done or a signal asks to stop; every rank of the job calls it."""
+def train(
+    recipe: Recipe,
+    resume: str | Path | None = None,
+    on_stuck: Callable[[CommunicationError], None] | None = None,
+) -> Outcome:
+    """Trains until the recipe's steps are done or a signal asks to stop; every rank of the job calls it.
+
+    ``on_stuck``: ends this process where it was asked to stop and cannot; without one, the error is printed before.
+    """
     mesh = _joined(recipe)
     origin = _origin(recipe, resume)
     job = build(recipe, mesh)
@@ -79,7 +85,8 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Outcome:
         options = recipe.checkpoints
         checkpoints = CheckpointManager(recipe.folder, keep_last=options.keep, asynchronous=options.asynchronous)
     whole = {**state, "random": RandomState(), "run": {"recipe": recipe.values(), "corpus": job.corpus.digest}}
-    with Reporter(recipe, done, is_first=platform.get_rank() == 0) as report, _StopSignal() as stop:
+    stop_signal = StopSignal(recipe.communication.grace, on_stuck)
+    with Reporter(recipe, done, is_first=platform.get_rank() == 0) as report, stop_signal as stop:
         _tell_start(recipe, report, origin, done, changes)
         return _steps(recipe, job, optimizer, whole, done, checkpoints, report, stop)
 
@@ -92,7 +99,7 @@ def _steps(
     done: int,
     checkpoints: CheckpointManager | None,
     report: Reporter,
-    stop: _StopSignal,
+    stop: StopSignal,
 ) -> Outcome:
     saved: Path | None = None
     step, last, is_asked = done, recipe.steps, False
@@ -165,7 +172,7 @@ def _joined(recipe: Recipe) -> DeviceMesh | None:
     """The mesh of the job that this process joins, or None for one process alone."""
     if recipe.ranks == 1:
         return None
-    platform.init_process_group()
+    platform.init_process_group(timeout=recipe.communication.timeout)
     size = platform.get_world_size()
     if size != recipe.ranks:
         told = (
@@ -273,37 +280,3 @@ def _tell_start(recipe: Recipe, report: Reporter, origin: Path | None, done: int
         if platform.get_rank() == 0:
             facts = {"processes": processes, "recipe": recipe.values(), "from_step": done}
             (recipe.folder / "run.json").write_text(json.dumps(facts, indent=1))
-
-
-# --- being asked to stop
-
-
-class _StopSignal:
-    """Notes SIGTERM and SIGINT, so that the training saves and leaves after the step that runs."""
-
-    _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: Any) -> None:
-        if self._asked and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second time, at once
-        self._asked = True
-
-    def is_asked(self) -> bool:
-        """Whether any rank was asked; every rank gets the same answer."""
-        if platform.get_world_size() == 1:
-            return self._asked
-        flag = platform.full((1,), float(self._asked), device=platform.device())
-        return bool(platform.all_reduce(flag, None, op="max").item())

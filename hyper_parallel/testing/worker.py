@@ -23,12 +23,14 @@ from typing import Any
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.platform import HYPER_PARALLEL_PLATFORM
 from hyper_parallel.testing.job import Job, Outcome
+from hyper_parallel.testing.parent import end_with_parent
 
 
 def main(connection: Connection, rank: int, world_size: int, framework: str, log: str) -> None:
     """Serves jobs until the parent closes the connection or ends."""
     _redirect_output(log)
     os.environ[HYPER_PARALLEL_PLATFORM] = framework
+    end_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     platform = get_platform()
     store = platform.new_store(is_master=True) if rank == 0 else None

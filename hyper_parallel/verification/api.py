@@ -16,9 +16,10 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
+from hyper_parallel.core.shard.sharding_plan import matching
 from hyper_parallel.core.tensor_parallel import ParallelStyle, parallelize_module, replicate
 from hyper_parallel.platform import CommunicationError, get_platform
-from hyper_parallel.platform.caller import users_line
+from hyper_parallel.platform.caller import raising_line, users_line
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.testing import run_ranks
 from hyper_parallel.testing.job import Target
@@ -74,14 +75,7 @@ def compare(
         seed_all(seed)
         truth = run(plain(), seed)
         if truth.error is not None:
-            module = truth.trace.running[-1][0] if truth.trace.running else ""
-            raise RuntimeError(
-                coded(
-                    "HP712",
-                    f"verify: the plain model, on one process, raised {type(truth.error).__name__} in "
-                    f"{repr(module) if module else 'its own code'}: {truth.error}",
-                )
-            ) from truth.error
+            raise _of_plain_model(truth.error, truth.trace.running[-1][0] if truth.trace.running else "")
         seed_all(seed)
         task = parallel()
         done: list[int] = []  # how many collectives there were when forward ended
@@ -99,7 +93,18 @@ def compare(
         replace(entry, backward=number >= start, line="" if entry.line == here else entry.line)
         for number, entry in enumerate(ledger.entries)
     ]
-    return judge(truth, mine, mesh, ledger, tolerance)
+    return judge(truth, mine, mesh, ledger, tolerance, task.gap)
+
+
+def _of_plain_model(error: Exception, module: str) -> RuntimeError:
+    where = repr(module) if module else "its own code"
+    line = raising_line(error)
+    if line:
+        where += f", at {line}"
+    kind = type(error).__name__
+    found = RuntimeError(coded("HP712", f"verify: the plain model, on one process, raised {kind} in {where}: {error}"))
+    found.__cause__ = error
+    return found
 
 
 # --- the ranks
@@ -193,14 +198,26 @@ def _on_mesh(
         return Task(_with_data(make_model()), whole(), loss)
 
     def parallel() -> Task:
-        model = _with_data(_put(make_model(), plan, mesh, data, batch_dim))
-        return Task(model, whole() if data is None else _part(whole(), mesh, data, batch_dim), loss)
+        made = make_model()
+        gap = _unmatched(made, plan)
+        model = _with_data(_put(made, plan, mesh, data, batch_dim))
+        return Task(model, whole() if data is None else _part(whole(), mesh, data, batch_dim), loss, gap)
 
     return compare(plain, parallel, mesh, seed, tolerance)
 
 
 def _models_own(model: Any, *batch: Any) -> Any:
     return model(*batch)
+
+
+def _unmatched(model: Any, plan: Plan) -> str:
+    """Says so if there are patterns and none of them names a module."""
+    if not isinstance(plan, Mapping) or not plan:
+        return ""
+    names = [name for name, _ in platform.get_cells_and_names(model)]
+    if any(matching(pattern, names) for pattern in plan):
+        return ""
+    return f"the plan does nothing: no module of the model has a name that {', '.join(map(repr, plan))} matches"
 
 
 def _with_data(model: Any) -> Any:

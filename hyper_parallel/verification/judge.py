@@ -11,7 +11,9 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.placement_types import FusedShard
 from hyper_parallel.platform import get_platform
-from hyper_parallel.verification.compare import Comparison, largest
+from hyper_parallel.platform.caller import raising_line
+from hyper_parallel.verification.compare import TOLERANCES, Comparison, largest
+from hyper_parallel.verification.coverage import find_gaps
 from hyper_parallel.verification.report import Difference, Parting, Report
 from hyper_parallel.verification.step import Step
 from hyper_parallel.verification.trace import Event, Value
@@ -19,31 +21,41 @@ from hyper_parallel.verification.trace import Event, Value
 platform = get_platform()
 
 
-def judge(truth: Step, mine: Step, mesh: DeviceMesh, ledger: CommunicationLedger, tolerance: float | None) -> Report:
+# Of the largest element: by as much the sums of a float32 differ; a fault is seldom so small.
+FLOAT32_SIZE = 1e-5
+
+
+def judge(
+    truth: Step, mine: Step, mesh: DeviceMesh, ledger: CommunicationLedger, tolerance: float | None, gap: str = ""
+) -> Report:
     """The report of this rank and, unless the step raised an error, of all others.
 
-    After an error nothing is communicated: other ranks may not have got so far, or may be waiting elsewhere.
+    After an error nothing is communicated: other ranks may not have got so far, or may be waiting elsewhere. ``gap``:
+    why the plan is not tested by this, where that is known before.
     """
     judged = _Judged(truth, mine, mesh, tolerance)
     if mine.error is not None:
         return judged.report_of_error(mine.error, ledger)
-    return judged.report(ledger)
+    return judged.report(ledger, (gap,) if gap else ())
 
 
 class _Judged:
     def __init__(self, truth: Step, mine: Step, mesh: DeviceMesh, tolerance: float | None) -> None:
-        self.truth, self.mine, self.mesh = truth, mine, mesh
+        self.truth, self.mine, self.mesh, self.tolerance = truth, mine, mesh, tolerance
         placements = (p for v in mine.parameters.values() if v.layout is not None for p in v.layout.placements)
         sections = dict.fromkeys(p.sections for p in placements if isinstance(p, FusedShard))
         self.compare = Comparison(mesh, tolerance, tuple(sections))
 
     # --- the reports
 
-    def report(self, ledger: CommunicationLedger) -> Report:
-        found = _worst(self._everyones(tuple(self._differences())))
+    def report(self, ledger: CommunicationLedger, known_gaps: tuple[str, ...]) -> Report:
+        own_gaps = find_gaps(self.truth, self.mine, self.mesh, ledger)
+        everyone = self._everyones((tuple(self._differences()), (*known_gaps, *own_gaps)))
+        found = _worst([differences for differences, _ in everyone])
+        gaps = tuple(dict.fromkeys(gap for _, of_rank in everyone for gap in of_rank))
         notes: tuple[str, ...] = ()
         first = None
-        if not all(one.is_rounding for one in found):
+        if gaps or not all(one.is_rounding for one in found):  # what is nan hides what went wrong before it
             told = self._everyones(tuple(event.key for event in self.mine.trace.events))
             alike = all(one == told[0] for one in told)
             if not alike:
@@ -53,16 +65,21 @@ class _Judged:
             earliest = min(numbered, key=lambda one: one[0])[1] if numbered else None
             first = _before_the_step(found) or earliest or self._without_event(found)
             notes += tuple(self._about_random_numbers())
-        return Report(self._mesh_text(), self._loss(), self._true_loss(), found, first, notes=notes, ledger=ledger)
+            notes += tuple(self._about_float32(found))
+        losses = self._loss(), self._true_loss()
+        return Report(self._mesh_text(), *losses, found, first, gaps=gaps, notes=notes, ledger=ledger)
 
     def report_of_error(self, error: Exception, ledger: CommunicationLedger) -> Report:
         told = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
         parted = self._first_event(reduce_pending=False)
         module, call = self.mine.trace.running[-1] if self.mine.trace.running else ("", 1)
         first = Parting(module, "error", f"{type(error).__name__}: {error}".splitlines()[0], call)
-        notes = () if parted is None else (f"before that they part already: {parted[1]}",)
+        line = raising_line(error)
+        notes: tuple[str, ...] = (f"it was raised at {line}",) if line else ()
+        if parted is not None:
+            notes += (f"before that they part already: {parted[1]}",)
         found = tuple(one for one in self._initial() if not one.is_rounding)
-        return Report(self._mesh_text(), math.nan, self._true_loss(), found, first, told, notes, ledger)
+        return Report(self._mesh_text(), math.nan, self._true_loss(), found, first, told, notes, ledger=ledger)
 
     def _everyones(self, found: Any) -> list[Any]:
         """What every rank of the mesh has found."""
@@ -164,6 +181,28 @@ class _Judged:
                 "the model draws random numbers, and did not draw those of one device on the mesh; make it draw none "
                 "(dropout of 0), or draw on distributed tensors (use_local_output=False)"
             )
+
+    def _about_float32(self, found: Sequence[Difference]) -> Iterator[str]:
+        """A hint where all that is wrong is float64 by its dtype and float32 by its size."""
+        wrong = [one for one in found if not one.is_rounding]
+        if not wrong or self.tolerance is not None or any(self._dtype(one) != "float64" for one in wrong):
+            return
+        worst = max(one.largest / one.allowed if one.allowed else math.inf for one in wrong) * TOLERANCES["float64"]
+        if worst <= FLOAT32_SIZE:
+            tolerance = next(size for size in (1e-6, FLOAT32_SIZE) if worst <= size)
+            yield (
+                f"the tensors are float64, but every difference is of float32's rounding (at most {worst:.1g} "
+                f"of the largest element); if the model computes in float32 inside, give tolerance={tolerance:g}"
+            )
+
+    def _dtype(self, one: Difference) -> str:
+        kinds = {
+            "parameter": self.truth.parameters,
+            "gradient": self.truth.gradients,
+            "buffer": self.truth.buffers,
+        }
+        value = self.truth.loss if one.kind == "loss" else kinds[one.kind].get(one.name)
+        return "" if value is None else value.dtype.rpartition(".")[2].lower()
 
 
 def _before_the_step(found: Iterable[Difference]) -> Parting | None:

@@ -17,7 +17,7 @@ import torch
 from hyper_parallel.cli.train import run as run_command
 from hyper_parallel.core.distributed_checkpoint import read_objects
 from hyper_parallel.core.distributed_checkpoint.inspection import compare_checkpoints
-from hyper_parallel.recipe import RecipeError, read_recipe
+from hyper_parallel.recipe import RecipeError, read_recipe, training
 from hyper_parallel.recipe.launch import environment
 from hyper_parallel.recipe.training import train
 from hyper_parallel.testing import run_ranks
@@ -315,3 +315,49 @@ def test_sigterm_saves_and_does_not_change_what_comes_out(tmp_path):
     found, true = losses_of(tmp_path), losses_of(tmp_path / "whole")
     assert list(found) == list(true)
     np.testing.assert_allclose(list(found.values()), list(true.values()), rtol=2e-4)  # float32, over many steps
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_ranks_that_are_stuck_end_with_a_signal_and_with_their_launcher(tmp_path, how):
+    """One rank stands still, as a host that cannot be reached; the other waits for it in a collective."""
+    standing = own_model(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    folder = tmp_path / "run"
+    options = ["mesh.tp=2", "evaluation.every=0", "steps=100000", "communication.grace=1", f"folder={folder}"]
+    process = start(*SMALL, *standing, *options)
+    wait_for_step(process, folder, 4)
+    ranks = json.loads((folder / "run.json").read_text())["processes"]
+    time.sleep(1.0)  # now it waits
+    process.send_signal(getattr(signal, how))
+    code, _, err = ended(process)
+    if how == "SIGTERM":
+        assert code == 1
+        assert re.search(r"rank 0: it was asked to stop, but has waited in \w+ for \d+ s and could not save", err), err
+    deadline = time.monotonic() + 10
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, ranks))
+
+
+def test_the_time_of_the_recipe_is_that_of_the_groups(monkeypatch):
+    """tests/distributed/test_told_in_time.py has what happens when it is over."""
+    given = []
+
+    def join(**options):
+        given.append(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(training.platform, "init_process_group", join)
+    for overrides, seconds in (([], 600), (["communication.timeout=90.5"], 90.5)):
+        with pytest.raises(InterruptedError):
+            train(read_recipe(RECIPES / "demo.yaml", [*SMALL, "mesh.tp=2", *overrides]))
+        assert given.pop() == {"timeout": seconds}
+    for wrong in ("0", "-1", "long", ".inf"):
+        with pytest.raises(RecipeError, match=r"communication\.timeout"):
+            read_recipe(RECIPES / "demo.yaml", [f"communication.timeout={wrong}"])

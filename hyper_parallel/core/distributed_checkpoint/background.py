@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class AsyncSaveResponse:
         """What the checkpoint holds, when it is whole; raises what went wrong."""
         QUEUE.told(self)
         return self.future.result(timeout)
+
+    def is_done_within(self, seconds: float | None) -> bool:
+        """Waits so long, or for ever, until it is whole or has failed; whether it is."""
+        ended, _ = wait([self.future], seconds)
+        return bool(ended)
 
     def done(self) -> bool:
         """Whether it is whole, or has failed."""

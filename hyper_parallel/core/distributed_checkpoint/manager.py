@@ -37,7 +37,8 @@ class CheckpointManager:
 
     Kept are the last ``keep_last`` (all if None) and the ``keep_best`` by ``metric``, the smallest or, with
     ``mode="max"``, the largest. A step that was just saved is kept too. With ``asynchronous`` a save goes on while
-    training does; it is waited for by the next save, `load`, `clean` and `wait`, which raise what went wrong with it.
+    training does; it is waited for by the next save, `load`, `clean` and `wait`, which raise what went wrong with it,
+    and which ranks have not written their part after ``timeout`` seconds (None: wait for ever).
     What has another name than a step's folder, or lies in one without being a checkpoint's file, is never touched.
     """
 
@@ -50,6 +51,7 @@ class CheckpointManager:
         metric: str | None = None,
         mode: str = "min",
         asynchronous: bool = False,
+        timeout: float | None = 1800.0,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(
@@ -62,7 +64,16 @@ class CheckpointManager:
         self.folder = Path(folder)
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
+        if timeout is not None and not timeout > 0:
+            raise ValueError(
+                coded(
+                    "HP513",
+                    f"CheckpointManager: timeout must be a positive number of seconds, or None to wait for ever, got "
+                    f"{timeout!r}",
+                )
+            )
         self.asynchronous = asynchronous
+        self.timeout = timeout
         self._running: tuple[int, Any] | None = None  # the step that is being saved, and the response to wait for
         self._scores: dict[int, float | None] = {}  # of the metric; on the first rank alone
 
@@ -96,8 +107,15 @@ class CheckpointManager:
         """Returns when the running save, if there is one, is whole; raises what went wrong with it."""
         if self._running is not None:
             (step, response), self._running = self._running, None
-            response.result()
-            _on_first_rank(lambda: self._remove_surplus(step))
+            is_done = response.is_done_within(self.timeout)
+            if is_done:
+                response.result()
+            _, late = _on_ranks(lambda: self._remove_surplus(step), is_late=not is_done)
+            if late:
+                raise CheckpointError(
+                    coded("HP519", f"not whole after {self.timeout:g} s: ranks {late} are still writing their part"),
+                    file=self._path(step),
+                )
 
     def clean(self) -> None:
         """Removes what saves that came to nothing have left; waits for the running one first."""
@@ -204,9 +222,15 @@ class CheckpointManager:
 
 def _on_first_rank(function: Callable[[], _T]) -> _T:
     """What the function gives on the first rank, on all ranks; they go on when it is done, or all raise its error."""
+    result, _ = _on_ranks(function)
+    return result
+
+
+def _on_ranks(function: Callable[[], _T], *, is_late: bool = False) -> tuple[_T, list[int]]:
+    """The same, and the ranks that are late."""
     platform = get_platform()
     if platform.get_world_size() == 1:
-        return function()
+        return function(), [0] if is_late else []
     told: tuple[Any, Exception | None] = None, None
     if platform.get_rank() == 0:
         try:
@@ -214,11 +238,11 @@ def _on_first_rank(function: Callable[[], _T]) -> _T:
         except Exception as failure:  # noqa: BLE001 - the others wait for it
             told = None, failure
     everyone: list[Any] = [None] * platform.get_world_size()
-    platform.all_gather_object(everyone, told)
-    result, error = everyone[0]
+    platform.all_gather_object(everyone, (told, is_late))
+    (result, error), _ = everyone[0]
     if error is not None:
         raise error
-    return result  # type: ignore[no-any-return]
+    return result, [rank for rank, (_, late) in enumerate(everyone) if late]
 
 
 def _is_whole(path: Path) -> bool:

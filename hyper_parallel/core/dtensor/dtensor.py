@@ -52,8 +52,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     ) -> DTensor:
         """The distributed tensor whose shard on this rank is ``local_tensor``.
 
-        Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. ``run_check``
-        compares shapes and dtypes over the ranks, and the values where they are copies, and names those that differ.
+        Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. Nothing is
+        communicated, so that ranks whose shards differ are told at a later collective, if those are compared (the first
+        100 of each group are). ``run_check`` compares shapes and dtypes over the ranks at once, and the values where
+        they are copies, and names those that differ.
         """
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
@@ -412,6 +414,8 @@ def _require_one(name: str, found: dict[int, Any], layout: Layout) -> None:
         first = next(iter(found))
         others = [rank for rank, value in found.items() if value != found[first]]
         told = f": {found}" if name != "values" else ""
+        if name == "shape":
+            told += "; if that is meant, say the shape of the whole, from_local(..., shape=)"
         raise ValueError(
             coded("HP221", f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}")
         )

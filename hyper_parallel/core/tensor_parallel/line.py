@@ -90,7 +90,7 @@ class Line:
         ``sizes``: of the whole, by dim, where shards may differ in size.
         """
         known: dict[Any, tuple[Layout, Any]] = {}  # by the shape of the shard
-        checks = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_BATCHES, ""), HYPER_PARALLEL_CHECK_BATCHES)
+        checks = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_BATCHES), variable=HYPER_PARALLEL_CHECK_BATCHES)
 
         def taken(module: Any, value: Any) -> DTensor:
             nonlocal checks

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,6 +36,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What lives as long as the process: the names of MindSpore's groups, and the store that it joined by.
 _MADE: set[str] = set()
 _JOINED_BY: list[Any] = []
+_HOSTED: dict[tuple[str, int], Any] = {}  # stores of this process, by their addresses
 
 
 class Groups(Platform):
@@ -102,7 +104,7 @@ class Groups(Platform):
         job = Job(rank, size, part, seconds)
         came = Roll(part, "came", job.world)
         came.sign(rank)
-        if missing := job.wait_for(job.world, came.signed, seconds):
+        if missing := job.wait_for(job.world, came.signed, seconds, "init_process_group"):
             raise CommunicationError(
                 coded(
                     "HP110",
@@ -117,7 +119,9 @@ class Groups(Platform):
         job.meet_hosts()
         if backend == "mccl":
             _join_mccl(job)
-        atexit.register(job.leave)  # for programs that do not say that they leave
+        if found.port in _hosted_ports():
+            atexit.register(job.host_until_all_are_gone)
+        atexit.register(job.leave)  # before that; for programs that do not say that they leave
         self._job, self._world = job, Group(world_name(), job.world, rank, "world", seconds)
 
     def _place(
@@ -145,7 +149,7 @@ class Groups(Platform):
             host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         rank = rank if rank >= 0 else int(os.environ["RANK"])
         size = size if size > 0 else int(os.environ["WORLD_SIZE"])
-        return rank, size, Store(connect(host, int(port), is_master=rank == 0, timeout=seconds))
+        return rank, size, Store(_host(host, int(port), seconds) if rank == 0 else _reach(host, int(port), seconds))
 
     def _join_hccl(self, init_method: str | None, seconds: float, size: int, rank: int, store: Any) -> None:
         if not GlobalComm.INITED:
@@ -231,12 +235,19 @@ class Groups(Platform):
         if self._job is not None:
             roll = Roll(self._job.store, f"{key}/made", ranks)
             roll.sign(self._job.rank)
-            if missing := self._job.wait_for(ranks, roll.signed, timeout):
+            if missing := self._job.wait_for(ranks, roll.signed, timeout, "the creation of the group"):
                 raise self._job.explain("the creation of the group", ranks, missing, key, None)
         if GlobalComm.INITED and name not in _MADE:
             _MADE.add(name)
             mindspore.communication.create_group(name, list(ranks))
         return Group(name, ranks, world.rank(), key, timeout)
+
+    def longest_wait(self) -> tuple[str, float] | None:
+        waits = list(self._job.waiting.values()) if self._job is not None else []
+        if not waits:
+            return None
+        call, since = min(waits, key=lambda wait: wait[1])
+        return call, time.monotonic() - since
 
     def _group_lives(self, group: Any) -> bool:
         return not isinstance(group, Group) or group.lives
@@ -303,14 +314,19 @@ def _join_mccl(job: Job) -> None:
                 )
             )
         return
-    timeout = job.timeout
+    timeout, opened = job.timeout, Roll(job.store, "mccl/opened", job.world)
+    options: dict[str, Any] = {
+        "timeout": timeout,
+        "world_size": job.size,
+        "answer_timeout": timeout,
+    }  # MindSpore waits in it itself
     if job.rank == 0:
-        store = connect(job.store.host, 0, is_master=True, timeout=timeout, world_size=job.size)
+        store = connect(job.store.host, 0, is_master=True, **options)
         job.store.set("mccl", str(store.port))
+        opened.sign(0)
     else:
-        store = connect(
-            job.store.host, int(job.store.get("mccl")), is_master=False, timeout=timeout, world_size=job.size
-        )
+        job.wait_for([0], opened.signed, timeout, "the creation of MindSpore's own communication")
+        store = connect(job.store.host, int(job.store.get("mccl")), is_master=False, **options)
     _JOINED_BY.append(store)
     private.init_with_store()(
         backend="mccl", timeout=timedelta(seconds=timeout), world_size=job.size, rank=job.rank, store=store
@@ -328,16 +344,33 @@ def _launched(seconds: float) -> tuple[int, int, Store]:
         address = np.zeros(5, np.int64)  # the four numbers of the host, and the port
         if rank == 0:
             host = _own_address(os.environ.get("MS_SCHED_HOST", "127.0.0.1"))
-            opened = connect(host, 0, is_master=True, timeout=seconds)
+            opened = _host(host, 0, seconds)
             address[:] = [*socket.inet_aton(host), opened.port]
         told = mindspore.Tensor(address)
         dist.broadcast(told, 0, group=world_name())
         *numbers, port = told.asnumpy().tolist()
         if rank != 0:
             host = socket.inet_ntoa(bytes(numbers))
-            opened = connect(host, port, is_master=False, timeout=seconds)
+            opened = _reach(host, port, seconds)
         _JOINED_BY.append(opened)
     return rank, size, Store(_JOINED_BY[0], "msrun/")
+
+
+def _host(host: str, port: int, seconds: float) -> Any:
+    """A store of this process, which stays as long as it does: others may read when this rank has left the job."""
+    if (host, port) not in _HOSTED:
+        opened = connect(host, port, is_master=True, timeout=seconds)
+        _HOSTED[host, opened.port] = opened
+        return opened
+    return _HOSTED[host, port]
+
+
+def _reach(host: str, port: int, seconds: float) -> Any:
+    return connect(host, port, is_master=False, timeout=seconds)
+
+
+def _hosted_ports() -> set[int]:
+    return {port for _, port in _HOSTED}
 
 
 def _own_address(other: str) -> str:

@@ -40,6 +40,12 @@ NOTE_SECONDS = 1.0
 # Seconds between two looks at the store: few while the others may come at once, more after that.
 SHORTEST_PAUSE, LONGEST_PAUSE = 5e-5, 5e-3
 
+# How long a rank that hosts the store stays for ranks of other hosts, of which it does not know whether they live.
+STAY_SECONDS = 60.0
+
+# Seconds in which the store may send its last answer.
+LAST_ANSWER_SECONDS = 0.05
+
 # How often a rank that waits looks whether those it waits for have left the job.
 LEFT_SECONDS = 0.1
 
@@ -167,17 +173,23 @@ class Job:
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
         self.world = range(size)
         self.left = Roll(store, "left", self.world)
+        self.gone = Roll(store, "gone", self.world)  # those that do not use the store any more
         self.one_host = False  # until the ranks have told each other
+        self.waiting: dict[int, tuple[str, float]] = {}  # thread -> what it waits in, and since when
+        self._processes: dict[int, int] = {}  # of ranks of the same host
         self._shelves: dict[str, tuple[Shelf, Callable[[], set[int]]]] = {}
 
     def meet_hosts(self) -> None:
         """Finds out, when all have come, whether the ranks can read each other's memory."""
         roll = Roll(self.store, "hosts", self.world)
-        self.store.set(f"host{self.rank}", host_name())
+        self.store.set(f"host{self.rank}", f"{host_name()}\n{os.getpid()}")
         roll.sign(self.rank)
-        self.one_host = not self.wait_for(self.world, roll.signed) and (
-            len({self.store.get(f"host{rank}") for rank in self.world}) == 1
-        )
+        if self.wait_for(self.world, roll.signed):
+            return
+        told = [self.store.get(f"host{rank}").decode().rpartition("\n") for rank in self.world]
+        self.one_host = len({host for host, _, _ in told}) == 1
+        if self.one_host:
+            self._processes = {rank: int(process) for rank, (_, _, process) in enumerate(told)}
 
     def packed(self, pieces: Sequence[bytes], key: str, readers: Callable[[], set[int]]) -> list[bytes | Parcel]:
         """The pieces as a note can hold them. ``readers``: those that have yet to read the note of that key."""
@@ -193,11 +205,22 @@ class Job:
         return self._shelves.pop(key, None) is not None
 
     def wait_for(
-        self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float | None = None
+        self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float | None = None, what: str = ""
     ) -> set[int]:
-        """Waits until these ranks have signed; returns those that have not in time, or will not because they left."""
+        """Waits until these ranks have signed; returns those that have not in time, or will not because they left.
+
+        ``what``: the collective that is waited in.
+        """
+        thread = threading.get_ident()
+        self.waiting[thread] = what, time.monotonic()
+        try:
+            return self._wait_for(wanted, signed, timeout or self.timeout)
+        finally:
+            self.waiting.pop(thread, None)
+
+    def _wait_for(self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float) -> set[int]:
         now = time.monotonic()
-        deadline, look, pause = now + (timeout or self.timeout), now + LEFT_SECONDS, SHORTEST_PAUSE
+        deadline, look, pause = now + timeout, now + LEFT_SECONDS, SHORTEST_PAUSE
         while missing := set(wanted) - signed():
             now = time.monotonic()
             if now > look:
@@ -216,9 +239,22 @@ class Job:
             self.left.sign(self.rank)
             deadline = time.monotonic() + self.timeout
             for _, readers in self._shelves.values():
-                while readers() - self.left.signed() and time.monotonic() < deadline:
+                while self._living(readers() - self.left.signed()) and time.monotonic() < deadline:
                     time.sleep(LONGEST_PAUSE)
+            self.gone.sign(self.rank)
         self._shelves.clear()
+
+    def host_until_all_are_gone(self) -> None:
+        """Keeps the store of this process up for those that still read: a rank waits for ever where it ends before."""
+        deadline = time.monotonic() + (self.timeout if self.one_host else min(self.timeout, STAY_SECONDS))
+        with contextlib.suppress(RuntimeError):
+            while self._living(set(self.world) - {self.rank} - self.gone.signed()) and time.monotonic() < deadline:
+                time.sleep(LONGEST_PAUSE)
+        time.sleep(LAST_ANSWER_SECONDS)
+
+    def _living(self, ranks: set[int]) -> set[int]:
+        """Those whose processes still run, as far as this host can tell."""
+        return {rank for rank in ranks if rank not in self._processes or is_running(self._processes[rank])}
 
     def explain(
         self, call: str, ranks: Sequence[int], missing: Iterable[int], key: str, group: Group | None, number: int = 0
@@ -258,7 +294,7 @@ class Meeting:
         """What each rank has for this one, when all have come; an error that says who has not, or what does not fit."""
         job, group, call = self._job, self._group, self._call.name
         try:
-            missing = job.wait_for(group.ranks, self._roll.signed, group.timeout)
+            missing = job.wait_for(group.ranks, self._roll.signed, group.timeout, call)
             if missing:
                 raise job.explain(call, group.ranks, missing, group.key, group, self._number + 1)
             notes: list[Note] = [
@@ -354,10 +390,10 @@ class Post:
             return {r for r in peers if self.has_letter(r, tag, group.received[r, tag] if number is None else number)}
 
         if number is None:
-            nobody = job.wait_for([job.rank], lambda: {job.rank} if senders() else set(), group.timeout)
+            nobody = job.wait_for([job.rank], lambda: {job.rank} if senders() else set(), group.timeout, call)
             missing = set(peers) if nobody else set()
         else:
-            missing = job.wait_for(peers, senders, group.timeout)
+            missing = job.wait_for(peers, senders, group.timeout, call)
         if missing:
             raise job.explain(call, ranks, missing, group.key, group)
         sender = min(senders())
@@ -386,6 +422,15 @@ def issued(call: Call) -> str:
 
 def _unpacked(piece: bytes | Parcel) -> bytes:
     return piece.read() if isinstance(piece, Parcel) else piece
+
+
+def is_running(process: int) -> bool:
+    """Whether a process of this host has not ended yet."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def host_name() -> str:

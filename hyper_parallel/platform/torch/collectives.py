@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
+from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain, timeout_of, waiting_in
 from hyper_parallel.platform.torch.groups import Groups
 
 _REDUCE_OP = {
@@ -29,6 +30,8 @@ _REDUCE_OP = {
 
 class Collectives(Groups):
     """The part of the contract that is about communication outside the graph."""
+
+    _compared_by_default = FIRST  # gloo ends processes whose data does not fit together
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         resolved = self._group("barrier", group)
@@ -171,13 +174,15 @@ class Collectives(Groups):
     def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
         resolved = self._group("send_object_list", group)
         self._check_peer("send_object_list", "dst", dst, resolved)
-        self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
+        with waiting_in("send_object_list", resolved):
+            self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
 
     def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
         resolved = self._group("recv_object_list", group)
         if src is not None:
             self._check_peer("recv_object_list", "src", src, resolved)
-        return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
+        with waiting_in("recv_object_list", resolved):
+            return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         resolved = self._group("all_gather_object", group)
@@ -193,7 +198,8 @@ class Collectives(Groups):
         if order.last(resolved)[1]:  # the meeting itself is not waited for in steps, so all come together before
             work = self._call("all_gather_object", resolved, lambda: dist.barrier(resolved, async_op=True))
             Handle(work, "all_gather_object", resolved).wait()
-        self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
+        with waiting_in("all_gather_object", resolved):
+            self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
 
     # --- shared by this class and the differentiable collectives
 
@@ -235,14 +241,22 @@ class Collectives(Groups):
         """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
         "nothing."""
         number = order.begin(group)
-        if number > self._compared_first and not self._checks_collectives and not self._listeners:
+        # The more thorough check tells all ranks together, and would wait for one that the other check had told.
+        is_compared = number <= self._compared_first and not self._checks_collectives and order.is_comparable(group)
+        if not is_compared and not self._checks_collectives and not self._listeners:
             return
         call = describe()
-        if number <= self._compared_first:
-            self._call(call.name, group, lambda: order.compare(group, call))
+        if is_compared:
+            self._compare(call, group)
         if self._checks_collectives:
             self._call(call.name, group, lambda: require_agreement(call, group))
         self._tell(call.name, dist.get_process_group_ranks(group), nbytes)
+
+    def _compare(self, call: Call, group: dist.ProcessGroup) -> None:
+        seconds = timeout_of(group).total_seconds()
+        seeks = self._seeks_circles
+        with waiting_in(call.name, group):
+            self._call(call.name, group, lambda: order.compare(group, call, seconds, seeks_circles=seeks))
 
     def _tell(self, name: str, ranks: Sequence[int | None], nbytes: int) -> None:
         if not self._listeners:

@@ -12,6 +12,8 @@ import atexit
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +22,15 @@ from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.errors import CommunicationError, unfinished
-from hyper_parallel.platform.torch import order
+from hyper_parallel.platform.torch import gloo, order
+from hyper_parallel.platform.torch.asking import StoreSilentError, ask_store
 from hyper_parallel.platform.torch.order import NOTE_SECONDS
 
 # How often the thread looks whether others have failed in the collective that this rank waits in.
 LOOK_SECONDS = 0.25
+
+# How long the store may take to answer a rank that wants to know, or tell, why a collective fails.
+ANSWER_SECONDS = 2.0
 
 # What a backend raises when a peer does not come or goes away; anything else is a bad call and passes through.
 BACKEND_ERRORS = (RuntimeError,)
@@ -32,6 +38,39 @@ BACKEND_ERRORS = (RuntimeError,)
 
 # thread -> the collective that it waits in, the group, and since when.
 WAITING: dict[int, tuple[str, dist.ProcessGroup, float]] = {}
+
+
+def longest_wait() -> tuple[str, float] | None:
+    """(collective, seconds) of the longest wait that lasts on any thread."""
+    waits = list(WAITING.values())
+    if not waits:
+        return None
+    collective, _, since = min(waits, key=lambda wait: wait[2])
+    return collective, time.monotonic() - since
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take, as whoever made the group has said."""
+    for device in group._device_types:
+        try:
+            found = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for that device, or one without options
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return dist.default_pg_timeout
+
+
+@contextmanager
+def waiting_in(collective: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """A context in which this thread waits for others."""
+    thread = threading.get_ident()
+    _keep_lookout()
+    WAITING[thread] = (collective, group, time.monotonic())
+    try:
+        yield
+    finally:
+        WAITING.pop(thread, None)
 
 
 class Handle:
@@ -52,14 +91,11 @@ class Handle:
         """Waits (on an accelerator: makes the current stream wait) and, the first time, finishes the result."""
         if self._work is not None:
             work, self._work = self._work, None
-            _keep_lookout()
-            WAITING[threading.get_ident()] = (self._collective, self._group, time.monotonic())
             try:
-                self._complete(work)
+                with waiting_in(self._collective, self._group):
+                    self._complete(work)
             except BACKEND_ERRORS as error:
                 raise explain(error, self._collective, self._group, self._peer, self._number) from error
-            finally:
-                del WAITING[threading.get_ident()]
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -67,6 +103,9 @@ class Handle:
 
     def _complete(self, work: Any) -> None:
         waiting = self._waiting
+        if isinstance(work, gloo.SeveralWorks):
+            work.wait(timeout_of(self._group))
+            return
         if waiting is None or dist.get_backend(self._group) != "gloo":
             work.wait()
             return
@@ -74,16 +113,20 @@ class Handle:
             try:
                 work.wait(timedelta(seconds=LOOK_SECONDS))
             except BACKEND_ERRORS:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # with an error of its own, or just now, after this wait had timed out
+                    work.wait()
+                    break
                 try:
-                    waiting.look()
+                    ask_store(waiting.look, ANSWER_SECONDS)
+                except StoreSilentError:
+                    pass  # nothing can be learnt; the backend ends the wait in time
                 except BaseException:
                     _keep_for_ever(self._group)
                     raise
             else:
-                waiting.end()
-                return
+                break
+        if waiting.is_told:
+            ask_store(waiting.end, ANSWER_SECONDS)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended; its result may still need ``wait()``."""
@@ -115,9 +158,9 @@ def explain(
 
 def _known_failure(group: dist.ProcessGroup) -> RuntimeError | None:
     try:
-        return order.failure(group)
+        return ask_store(lambda: order.failure(group), ANSWER_SECONDS)
     except BACKEND_ERRORS:
-        return None  # the store has ended
+        return None  # the store has ended, or does not answer
 
 
 def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> CommunicationError:
@@ -145,9 +188,9 @@ class Lookout(threading.Thread):
                     self._note(collective, group)
 
     def end(self) -> None:
-        """Stops looking and waits for that."""
+        """Stops looking and waits for that, unless the store does not answer."""
         self._ended.set()
-        self.join()
+        self.join(ANSWER_SECONDS)
 
     def _note(self, collective: str, group: dist.ProcessGroup) -> None:
         try:
@@ -180,19 +223,22 @@ def end_lookout() -> None:
 def _exchange_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str] | None:
     """The notes of the group's ranks, this one's included; None if the store does not answer."""
     try:
-        store = distributed_c10d._get_default_store()
-        store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=2))
-        store.set(str(rank), note)
-        store.set(_FAILED, "")
-        deadline = time.monotonic() + NOTE_SECONDS
-        while True:
-            present = [r for r in ranks if store.check([str(r)])]
-            if len(present) == len(ranks) or time.monotonic() > deadline:
-                return {r: store.get(str(r)).decode() for r in present}
-            time.sleep(0.02)
+        return ask_store(lambda: _read_notes(key, rank, ranks, note), NOTE_SECONDS + ANSWER_SECONDS)
     except BACKEND_ERRORS:
         return None
+
+
+def _read_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str]:
+    store = distributed_c10d._get_default_store()
+    store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
+    store.set(str(rank), note)
+    store.set(_FAILED, "")
+    deadline = time.monotonic() + NOTE_SECONDS
+    while True:
+        present = [r for r in ranks if store.check([str(r)])]
+        if len(present) == len(ranks) or time.monotonic() > deadline:
+            return {r: store.get(str(r)).decode() for r in present}
+        time.sleep(0.02)
 
 
 def _communication_error(

@@ -9,7 +9,9 @@ of the ranks, so all ranks get the same bits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,7 +61,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
         to, origin = (rank + distance) % count, (rank - distance) % count
         works.append(dist.isend(source, group=group, tag=TAG, group_dst=to))
         works.append(dist.irecv(pieces[origin], group=group, tag=TAG, group_src=origin))
-    return _All(works)
+    return SeveralWorks(works)
 
 
 def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,16 +79,21 @@ def is_small(data: torch.Tensor) -> bool:
     return data.nbytes <= SMALL
 
 
-class _All:
+class SeveralWorks:
     """Several operations under way, as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
-    def wait(self) -> None:
-        """Waits for each of them."""
+    def wait(self, timeout: timedelta) -> None:
+        """Waits for all of them, which have so long together: a peer that is late in one does not get more in the next.
+
+        An operation whose wait has timed out cannot go on.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
         for work in self._works:
-            work.wait()
+            left = max(deadline - time.monotonic(), 0.001)  # no time at all would mean as long as the group has
+            work.wait(timedelta(seconds=left))
 
     def is_completed(self) -> bool:
         """Whether all of them have ended."""

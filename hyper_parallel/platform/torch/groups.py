@@ -17,7 +17,7 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch import order
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group
+from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group, longest_wait, timeout_of
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -179,7 +179,7 @@ class Groups(Platform):
                 distributed_c10d._get_default_store(),
                 name,
                 backend_options=options.get("pg_options"),
-                timeout=_as_timedelta(options.get("timeout")) or self._timeout or dist.default_pg_timeout,
+                timeout=_as_timedelta(options.get("timeout")) or self._timeout or timeout_of(world),
                 device_id=world.bound_device_id,
                 group_desc=options.get("group_desc"),
             )
@@ -195,6 +195,9 @@ class Groups(Platform):
         name = f"ranks_{'_'.join(map(str, ranks))}_{self._epoch}.{self._generations[ranks]}"
         self._generations[ranks] += 1
         return distributed_c10d.GroupName(name)
+
+    def longest_wait(self) -> tuple[str, float] | None:
+        return longest_wait()
 
     def _group_lives(self, group: Any) -> bool:
         return group in distributed_c10d._world.pg_map

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import in_a_circle, parted
+from hyper_parallel.platform.torch.asking import ask_store, forget_silence
 
 # How long a failed rank waits for what the others have to say. They fail at about the same time.
 NOTE_SECONDS = 1.0
@@ -44,7 +46,7 @@ class Standing:
         self.number = 0  # of the last collective, from 1
         self.compared = False  # whether that one was
         self.issued: dict[int, str] = {}  # number -> what and where, of the recent ones that were compared
-        self.needs_all = False  # whether the last one cannot complete without every rank
+        self.needs_all = False  # whether a circle is looked for: the last one cannot complete without every rank
         self.store: Any = None
 
 
@@ -69,21 +71,49 @@ def last(group: dist.ProcessGroup) -> tuple[int, bool]:
     return (0, False) if standing is None else (standing.number, standing.compared)
 
 
-def compare(group: dist.ProcessGroup, call: Call) -> None:
-    """A CommunicationError if another rank has issued another collective in this one's place."""
+def is_comparable(group: dist.ProcessGroup) -> bool:
+    """Whether there is someone to compare with, and a store to do it in, which torch's backend for dry runs lacks."""
+    return group.size() > 1 and dist.get_backend(group) != "fake"
+
+
+def compare(group: dist.ProcessGroup, call: Call, seconds: float, *, seeks_circles: bool) -> None:
+    """A CommunicationError if another rank has issued another collective in this one's place.
+
+    ``seconds``: that the store may take to answer. ``seeks_circles``: whether its wait looks for ranks that wait for
+    each other; else a rank may wait until its time is over while another waits for it elsewhere.
+    """
     standing = _standings[group]
-    store, number, rank = _store_of(group, standing), standing.number, dist.get_rank()
-    described = f"{call.name}({', '.join(map(str, call.facts))})"  # splits may differ
-    standing.compared, standing.needs_all = True, call.name != "broadcast" and call.sends is None
+    number = standing.number
+    standing.compared = True
+    standing.needs_all = seeks_circles and call.name != "broadcast" and call.sends is None
     _threads.add(threading.get_ident())
-    standing.issued[number] = f"{described} at {users_line() or 'a line of the framework'}"
+    standing.issued[number] = f"{call} at {users_line() or 'a line of the framework'}"
     standing.issued.pop(number - RECENT, None)
-    first, _, theirs = store.compare_set(str(number), "", f"{rank} {described}").decode().partition(" ")
-    if theirs != described:
+    described = f"{call.name}({', '.join(map(str, call.facts))})"
+    own = [group.rank(), described, call.sends, call.receives]
+    ask_store(lambda: _compare_in_store(group, standing, number, own), seconds + NOTE_SECONDS)
+
+
+def _compare_in_store(group: dist.ProcessGroup, standing: Standing, number: int, own: list[Any]) -> None:
+    store = _store_of(group, standing)
+    first = json.loads(store.compare_set(str(number), "", json.dumps(own)))
+    if not _fit(own, first):
         store.compare_set(_PARTED, "", str(number))
         raise _parted(group, standing)
-    if first == str(rank) and number > RECENT:
+    if first[0] == group.rank() and number > RECENT:
         store.delete_key(str(number - RECENT))
+
+
+def _fit(own: list[Any], other: list[Any]) -> bool:
+    """Whether two ranks issue the same, and send each other as much as the other expects."""
+    place, described, sends, receives = own
+    their_place, theirs, their_sends, their_receives = other
+    if described != theirs or (sends is None) != (their_sends is None):
+        return False
+    if sends is None or place == their_place:
+        return True
+    does_fit: bool = sends[their_place] == their_receives[place] and receives[their_place] == their_sends[place]
+    return does_fit
 
 
 class Wait:
@@ -94,7 +124,7 @@ class Wait:
         self._group, self._number = group, standing.number
         # Whoever may go on without some of the others, or in another thread, does not wait for certain.
         self._is_certain = standing.needs_all and len(_threads) == 1
-        self._is_told = False
+        self.is_told = False
         self._circle: list[tuple[int, str]] = []  # as it was when we last looked
 
     def look(self) -> None:
@@ -104,9 +134,9 @@ class Wait:
         if not self._is_certain:
             return
         store, rank = distributed_c10d._get_default_store(), dist.get_rank()
-        if not self._is_told:
+        if not self.is_told:
             store.set(_waits_key(rank), json.dumps(_standing_of(self._group, self._number)))
-            self._is_told = True
+            self.is_told = True
         circle = _circle(store, rank)
         if circle and circle == self._circle:  # it was there all the time between two looks
             store.set(
@@ -117,7 +147,7 @@ class Wait:
 
     def end(self) -> None:
         """The collective is complete."""
-        if self._is_told:
+        if self.is_told:
             distributed_c10d._get_default_store().delete_key(_waits_key(dist.get_rank()))
 
 
@@ -198,15 +228,18 @@ def end_order() -> None:
     """Tells those that still wait that this rank leaves the job, if its collectives were compared."""
     global _job  # noqa: PLW0603 - one job a process
     if _job:
-        try:
-            store = distributed_c10d._get_default_store()
-            store.set(f"{_job}/{_LEFT}/{dist.get_rank()}", "")
-            store.set(f"{_job}/{_LEFT}", "")
-        except RuntimeError:
-            pass  # the rank that hosts the store has ended before
+        with suppress(RuntimeError):  # the rank that hosts the store has ended before, or does not answer
+            ask_store(_tell_that_this_rank_leaves, NOTE_SECONDS)
+    forget_silence()
     _job = ""
     _standings.clear()
     _threads.clear()
+
+
+def _tell_that_this_rank_leaves() -> None:
+    store = distributed_c10d._get_default_store()
+    store.set(f"{_job}/{_LEFT}/{dist.get_rank()}", "")
+    store.set(f"{_job}/{_LEFT}", "")
 
 
 def forget(group: dist.ProcessGroup) -> None:
