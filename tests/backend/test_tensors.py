@@ -205,6 +205,15 @@ def test_creation(platform):
     assert (values(platform.detach(parameter)), parameter.requires_grad) == ([0, 0], False)
 
 
+def test_recording_is_switched_on_and_off(platform):
+    x = frame.leaf([1.0, 2.0])
+    with platform.recording(on=False):
+        assert not platform.is_recorded(x)
+        assert not platform.requires_grad(x * 2)
+    with platform.recording(on=True):
+        assert platform.requires_grad(x * 2)
+
+
 def test_gradients_are_switched_on_and_off(platform):
     x = frame.leaf([1.0, 1.0])
     assert platform.requires_grad(x)

@@ -53,7 +53,7 @@ def follow_base(tensor: Any) -> None:
     if not taken.is_view:
         raise RuntimeError(
             coded(
-                "HP307",
+                "HP229",
                 f"{taken.name}: the tensor that it was taken from has been changed in place since. On one device the "
                 "result may be a view of that tensor or a copy; here data was moved, and it is a copy. Call "
                 f"{taken.name} again after the change, or clone() the result before it",

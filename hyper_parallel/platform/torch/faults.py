@@ -109,28 +109,41 @@ class Handle:
         if waiting is None or dist.get_backend(self._group) != "gloo":
             work.wait()
             return
-        while True:  # gloo goes on with an operation for which the wait has timed out
-            try:
-                work.wait(timedelta(seconds=LOOK_SECONDS))
-            except BACKEND_ERRORS:
-                if work.is_completed():  # with an error of its own, or just now, after this wait had timed out
-                    work.wait()
-                    break
-                try:
-                    ask_store(waiting.look, ANSWER_SECONDS)
-                except StoreSilentError:
-                    pass  # nothing can be learnt; the backend ends the wait in time
-                except BaseException:
-                    _keep_for_ever(self._group)
-                    raise
-            else:
-                break
+        # gloo goes on with an operation for which the wait has timed out
+        while not _completes(work, LOOK_SECONDS) and not self._has_ended(work, waiting):
+            pass
         if waiting.is_told:
             ask_store(waiting.end, ANSWER_SECONDS)
+
+    def _has_ended(self, work: Any, waiting: order.Wait) -> bool:
+        """Whether an operation has ended meanwhile; raises what it failed with, or why it cannot complete."""
+        if work.is_completed():  # with an error of its own, or just now, after the wait had timed out
+            work.wait()
+            return True
+        try:
+            ask_store(waiting.look, ANSWER_SECONDS)
+        except StoreSilentError:
+            return False  # nothing can be learnt; the backend ends the wait in time
+        except BaseException as error:
+            # Ranks that have left may have completed it first, and what they sent is still on its way.
+            if isinstance(error, order.RanksLeftError) and _completes(work, ANSWER_SECONDS):
+                return True
+            _keep_for_ever(self._group)
+            raise
+        return False
 
     def is_completed(self) -> bool:
         """Whether the operation has ended; its result may still need ``wait()``."""
         return self._work is None or bool(self._work.is_completed())
+
+
+def _completes(work: Any, seconds: float) -> bool:
+    """Whether an operation completes within some seconds."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except BACKEND_ERRORS:
+        return False
+    return True
 
 
 def _keep_for_ever(group: dist.ProcessGroup) -> None:
@@ -147,7 +160,8 @@ def explain(
     """The CommunicationError for a backend's error in ``collective`` on ``group``, or with one ``peer`` of it."""
     if isinstance(error, CommunicationError):
         return error
-    error = _known_failure(group) or error
+    if not isinstance(error, order.RanksLeftError):  # others may have left since, because of these
+        error = _known_failure(group) or error
     if isinstance(error, CommunicationError):
         return error
     rank = dist.get_rank()

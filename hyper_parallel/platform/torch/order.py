@@ -37,6 +37,10 @@ MOST_READ = 256
 _PARTED, _LEFT, _CIRCLE = "parted", "left", "circle"
 
 
+class RanksLeftError(RuntimeError):
+    """Ranks that a collective needs have left the job."""
+
+
 class Standing:
     """What this rank has issued in a group."""
 
@@ -220,7 +224,7 @@ def failure(group: dist.ProcessGroup) -> RuntimeError | None:
     if store.check([f"{_job}/{_LEFT}"]):
         gone = [r for r in dist.get_process_group_ranks(group) if store.check([f"{_job}/{_LEFT}/{r}"])]
         if gone:
-            return RuntimeError(f"ranks {gone} have left the job")
+            return RanksLeftError(f"ranks {gone} have left the job")
     return None
 
 
