@@ -17,6 +17,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.strides import whole_stride
 from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -423,6 +424,16 @@ def _of_own_whole(name: str) -> Callable[..., Any]:
     return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(*args, **kwargs)
 
 
+def _stride(tensor: DTensorBase, dim: int | None = None) -> Any:
+    """The wrapper has those of a contiguous tensor; a shard whose dims lie in another order tells otherwise."""
+    strides = whole_stride(tensor._shape, tensor._local)
+    return strides if dim is None else strides[dim]
+
+
+def _dim_order(tensor: DTensorBase, **kwargs: Any) -> Any:
+    return torch.empty_strided(tensor._shape, _stride(tensor), device="meta").dim_order(**kwargs)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
     torch.Tensor.__deepcopy__: DTensorBase._deepcopied,
@@ -462,8 +473,10 @@ for _name in (
     _OWN[getattr(torch.Tensor, _name)] = _of_shard(_name)
 _OWN |= {getattr(torch, name): _OWN[getattr(torch.Tensor, name)] for name in ("is_complex", "is_floating_point")}
 _OWN |= {getattr(torch, name): _of_shard(name) for name in ("is_inference", "is_conj", "is_neg", "is_signed")}
-for _name in ("dim", "ndimension", "nelement", "numel", "size", "stride", "is_same_size", "dim_order"):
+for _name in ("dim", "ndimension", "nelement", "numel", "size", "is_same_size"):
     _OWN[getattr(torch.Tensor, _name)] = _of_wrapper(getattr(torch.Tensor, _name))
+_OWN[torch.Tensor.stride] = _stride
+_OWN[torch.Tensor.dim_order] = _dim_order
 _OWN[torch.numel] = _of_wrapper(torch.numel)
 _OWN[torch._has_compatible_shallow_copy_type] = _of_wrapper(torch._has_compatible_shallow_copy_type)
 for _name in (
