@@ -20,6 +20,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from hyper_parallel.core.dtensor.casts import redistribute_as
 from hyper_parallel.core.dtensor.collectives import (
     gradient_layout,
     gradient_of_shard,
@@ -120,14 +121,30 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """The number of elements of the whole."""
         return math.prod(self.shape)
 
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None) -> DTensor:
-        """The same tensor in another layout on the same mesh; Replicate where none is given."""
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Any = None,
+        *,
+        async_op: bool = False,  # noqa: ARG002 - torch's signature
+        forward_dtype: Any = None,
+        backward_dtype: Any = None,
+    ) -> DTensor:
+        """The same tensor in another layout on the same mesh; Replicate where none is given.
+
+        ``forward_dtype``: cast to it before anything is communicated, and left so. ``backward_dtype``: the gradient is
+        communicated in it, by default in the dtype of the tensor, and cast back. ``async_op`` is accepted; the
+        communication has ended when this returns.
+        """
         self.current()
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
             raise ValueError(coded("HP224", f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}"))
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
         target = layout_of(mesh, wanted, len(self._shape))
+        if any(dtype not in (None, self._local.dtype) for dtype in (forward_dtype, backward_dtype)):
+            moved = redistribute_as(self._local, self._layout, target, self._shape, forward_dtype, backward_dtype)
+            return DTensor(moved, target, self._shape)
         if target is self._layout:
             return self
         made = DTensor(local_for(self, target, implicit=False), target, self._shape)

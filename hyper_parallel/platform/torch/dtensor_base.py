@@ -37,6 +37,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
+    _forms = 0  # how often an operator in place has changed its shape
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype
     _last_gradient: DTensorBase | None = None  # optimizers ask for it again and again
@@ -194,6 +195,15 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         self._spec = None
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_of_wrapper(self, data)
+
+    def take_form(self, layout: Any, shape: Sequence[int]) -> None:
+        """Another layout and shape, after the shard was changed in place."""
+        self._layout, self._shape = layout, torch.Size(shape)
+        self._routes = self._origin = self._reduced = self._spec = self._last_gradient = None
+        self._is_plain = False
+        self._forms += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data_of_wrapper(self, self._twin(self._local))
 
     def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
         self._local.requires_grad_(requires_grad)

@@ -190,6 +190,8 @@ class Groups(Platform):
 
     def _group_name(self, ranks: tuple[int, ...]) -> distributed_c10d.GroupName:
         """A name that the group's members find by themselves and that no earlier group in the same store has."""
+        if not self._epoch and dist.get_backend() == "fake":
+            self._epoch = 1  # nobody is met there, and its store counts nothing
         if not self._epoch:
             self._epoch = distributed_c10d._get_default_store().add(f"hyper_parallel/epoch/{dist.get_rank()}", 1)
         name = f"ranks_{'_'.join(map(str, ranks))}_{self._epoch}.{self._generations[ranks]}"
