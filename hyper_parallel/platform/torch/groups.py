@@ -18,6 +18,7 @@ from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch import order
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group
+from hyper_parallel.platform.torch.functional_groups import take_meshes
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -27,6 +28,7 @@ class Groups(Platform):
 
     def __init__(self) -> None:
         super().__init__()
+        take_meshes()
         self._timeout: timedelta | None = None
         self._generations: Counter[tuple[int, ...]] = Counter()
         self._epoch = 0  # how often this process has joined the job of the present store; 0: not asked yet
