@@ -171,6 +171,10 @@ class DTensorBase(Tensor):
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
 
+    def current(self) -> DTensorBase:
+        """The tensor itself: MindSpore counts no changes, so copies of others do not follow them."""
+        return self
+
     def to_local(self) -> Any:
         """The data on this rank, as a plain tensor: that of a leaf and of what is not recorded shares its memory.
 
