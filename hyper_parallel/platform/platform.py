@@ -473,6 +473,10 @@ class Platform(ABC):
     def clone(self, tensor: Any) -> Any:
         """The tensor's data in memory of its own, outside the graph."""
 
+    def in_memory_format_of(self, like: Any, tensor: Any) -> Any:  # noqa: ARG002 - for frameworks that have formats
+        """The tensor with its dims in memory in the order of another's, where the framework has a name for that."""
+        return tensor
+
     @abstractmethod
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         """The tensors joined along ``dim``."""

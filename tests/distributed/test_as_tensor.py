@@ -394,8 +394,7 @@ def test_a_change_in_place_of_what_was_gathered_is_differentiated():
         (x * 1).renorm_(2, 0, 1.0).mul(draw(4, 6, seed=1).sum()).pow(2).sum().backward()
     (true * 1).renorm_(2, 0, 1.0).mul(draw(4, 6, seed=1).sum()).pow(2).sum().backward()
     same(x.grad, true.grad)
-    with pytest.raises(ValueError, match=r"the result has the shape \(6, 4\), but its target \(4, 6\)"):
-        put(draw(4, 6), mesh, R).t_()
+    same(put(draw(4, 6), mesh, R).t_(), draw(4, 6).t())
 
 
 @on_ranks(2)

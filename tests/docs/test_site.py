@@ -35,7 +35,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-RANKS = {"checkpoints": 4, "distributed-tensors": 2, "recipes": 2, "saving": 2, "situations": 4}
+RANKS = {"checkpoints": 4, "differences": 2, "distributed-tensors": 2, "recipes": 2, "saving": 2, "situations": 4}
 ELSEWHERE = {"add-an-operator", "testing"}  # test_documents runs these in processes of their own
 LANGUAGES = {"", "json", "py", "pycon", "python", "sh", "yaml"}
 FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2[ ]*$", re.MULTILINE | re.DOTALL)

@@ -27,6 +27,15 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport
 from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner, StandardSavePlanner
 from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank
+from hyper_parallel.core.distributed_checkpoint.state_dict_api import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
 
@@ -53,6 +62,7 @@ __all__ = [
     "SavePlanner",
     "StandardLoadPlanner",
     "StandardSavePlanner",
+    "StateDictOptions",
     "StorageReader",
     "StorageWriter",
     "TensorProperties",
@@ -61,8 +71,14 @@ __all__ = [
     "WriteItemType",
     "WriteResult",
     "async_save",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "load",
     "read_metadata",
     "read_objects",
     "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
 ]

@@ -405,13 +405,7 @@ def _functions() -> dict[str, Any]:
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            way, factor, counts = _backward_way(ctx.way)
-            if not counts:
-                grad = platform.tied(platform.full_like(grad, 0), [grad])
-            back = redistribute(
-                grad, way.source, way.target, way.shape, way.summed, varied=way.varied, implicit=way.implicit
-            )
-            return back if factor == 1 else back * factor, None, None
+            return _back(grad, ctx.way), None, None
 
     class Reduce(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
@@ -431,6 +425,20 @@ def _functions() -> dict[str, Any]:
             return platform.reduction_gradient(ctx.op, grad, data, result, ctx.group), None, None, None
 
     return {"redistribute": Redistribute, "reduce": Reduce}
+
+
+def redistribute_back(grad: Any, source: Layout, target: Layout, shape: Sequence[int]) -> Any:
+    """The gradient of the source's shard, from that of the target's."""
+    return _back(grad, _Way(source, (), target, (), tuple(shape), implicit=False))
+
+
+def _back(grad: Any, forward: _Way) -> Any:
+    way, factor, counts = _backward_way(forward)
+    if not counts:
+        platform = get_platform()
+        grad = platform.tied(platform.full_like(grad, 0), [grad])
+    back = redistribute(grad, way.source, way.target, way.shape, way.summed, varied=way.varied, implicit=way.implicit)
+    return back if factor == 1 else back * factor
 
 
 @functools.lru_cache(maxsize=4096)

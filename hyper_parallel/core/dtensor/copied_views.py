@@ -31,6 +31,7 @@ class Taken(NamedTuple):
     local: Any  # the shard of the base, and its version
     version: int | None
     recording: bool
+    forms: int  # how often the base had changed its shape in place
 
 
 def remember_base(tensor: Any, base: Any, name: str, again: Callable[[], Any], is_view: bool) -> None:
@@ -40,7 +41,7 @@ def remember_base(tensor: Any, base: Any, name: str, again: Callable[[], Any], i
     if version is None or not platform.counts_changes:  # nobody could tell that the base has changed
         return
     recording = not tensor._unrecorded
-    tensor._taken = Taken(base, again, is_view, name, base._local, version, recording)
+    tensor._taken = Taken(base, again, is_view, name, base._local, version, recording, base._forms)
     tensor._spec = None  # so that no short way is taken to it
 
 
@@ -50,7 +51,7 @@ def follow_base(tensor: Any) -> None:
     base = taken.base.current()
     if base._local is taken.local and platform.version_of(base._local) == taken.version:
         return
-    if not taken.is_view:
+    if not taken.is_view or base._forms != taken.forms:
         raise RuntimeError(
             coded(
                 "HP229",

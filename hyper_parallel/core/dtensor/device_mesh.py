@@ -110,6 +110,10 @@ class DeviceMesh:
 
     # --- where this rank is
 
+    def get_rank(self) -> int:
+        """This process's global rank."""
+        return self.rank
+
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This rank's place along each axis; None if it is not in the mesh."""
         return self.coordinate_of(self.rank)
@@ -193,6 +197,8 @@ class DeviceMesh:
         if len(wanted) == 1 and wanted[0] not in self._names and wanted[0] in root._parts:
             return root._parts[wanted[0]]
         unknown = [name for name in wanted if name not in self._names]
+        if unknown and all(name in root._parts for name in unknown):
+            return self._with_flattened(wanted)
         if unknown:
             raise KeyError(coded("HP203", f"no axis {unknown[0]!r} in {self._names}"))
         axes = [self._names.index(name) for name in wanted]
@@ -205,6 +211,38 @@ class DeviceMesh:
         own = self.own_coordinate("cutting the mesh")
         index = tuple(slice(None) if axis in axes else own[axis] for axis in range(self.ndim))
         return self._derive(self._ranks[index], wanted)
+
+    def _with_flattened(self, wanted: tuple[str, ...]) -> DeviceMesh:
+        """Axes of which some were flattened from several: each name is an axis, through this rank."""
+        root = self.root_mesh
+        ranks = root._ranks
+        spans: list[tuple[int, ...]] = [root._axes_of(name) for name in wanted]
+        used = [axis for span in spans for axis in span]
+        if used != sorted(set(used)):
+            raise ValueError(
+                coded(
+                    "HP203",
+                    f"axes must be named once and in the order of the mesh, {root._names}; {wanted} are the axes "
+                    f"{spans} of it",
+                )
+            )
+        own = root.own_coordinate("cutting the mesh")
+        index = tuple(slice(None) if axis in used else own[axis] for axis in range(root.ndim))
+        sizes = [math.prod(root.mesh_shape[axis] for axis in span) for span in spans]
+        return self._derive(ranks[index].reshape(sizes), wanted)
+
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        """The axes of this root mesh that a name stands for: one, or those that were flattened."""
+        if self._names and name in self._names:
+            return (self._names.index(name),)
+        flat = self._parts[name].rank_list if name in self._parts else ()
+        places = np.asarray([self.coordinate_of(rank) for rank in flat])
+        axes = tuple(axis for axis in range(self.ndim) if len(flat) and len(set(places[:, axis].tolist())) > 1)
+        if len(flat) != math.prod(self.mesh_shape[axis] for axis in axes) or list(map(tuple, places)) != sorted(
+            map(tuple, places)
+        ):
+            raise KeyError(coded("HP203", f"{name!r} does not name whole axes of {self}"))
+        return axes
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
         """All ranks along one axis; ``mesh[name]`` finds it afterwards."""
@@ -321,11 +359,15 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     rank_list: Sequence[int] | None = None,
     init_backend: bool = True,
+    backend_override: dict[int | str, Any] | None = None,
 ) -> DeviceMesh:
     """The mesh of that shape over ``rank_list``, or over the block of consecutive ranks that holds this one.
 
     The same arguments return the same object. ``init_backend`` joins the job if that has not been done.
+    ``backend_override``, by axis, may name the backend of the job only: groups are shared by all meshes.
     """
+    if backend_override:
+        _check_backends(backend_override)
     if isinstance(mesh_shape, (str, int)) or not isinstance(mesh_shape, Iterable):
         raise TypeError(coded("HP201", f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}"))
     shape = tuple(mesh_shape)
@@ -370,6 +412,25 @@ def _block(count: int, init_backend: bool, device_type: str) -> tuple[int, ...]:
         )
     first = platform.get_rank() // count * count
     return tuple(range(first, first + count))
+
+
+def _check_backends(override: dict[int | str, Any]) -> None:
+    """An error where an axis is to have another backend than the job: its groups would serve other meshes as well."""
+    platform = get_platform()
+    platform.init_process_group()
+    own = platform.get_backend()
+    for axis, wanted in override.items():
+        backend = wanted[0] if isinstance(wanted, tuple) else wanted
+        options = wanted[1] if isinstance(wanted, tuple) else None
+        if backend not in (None, own) or options is not None:
+            raise NotImplementedError(
+                coded(
+                    "HP234",
+                    f"init_device_mesh: backend_override: axis {axis!r} is to have {wanted!r}, but the job runs "
+                    f"{own!r} and a group is shared by all meshes with its ranks. Make the groups by "
+                    "torch.distributed.new_group and the mesh by DeviceMesh.from_group",
+                )
+            )
 
 
 def _as_ranks(mesh: Any) -> NDArray[np.int64]:

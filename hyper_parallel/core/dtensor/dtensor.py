@@ -10,14 +10,17 @@ the shards, so gradients flow through all of it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import itertools
 import math
 import warnings
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from hyper_parallel.core.dtensor.casts import redistribute_as
 from hyper_parallel.core.dtensor.collectives import (
     gradient_layout,
     gradient_of_shard,
@@ -34,6 +37,7 @@ from hyper_parallel.core.dtensor.routes import local_for, own_local_for, reduced
 from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.strides import whole_stride
 
 platform = get_platform()
 
@@ -44,18 +48,22 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     @staticmethod
     def from_local(
         local_tensor: Any,
-        device_mesh: DeviceMesh | None,
-        placements: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Any = None,
         *,
         shape: Sequence[int] | None = None,
         run_check: bool = False,
+        stride: Sequence[int] | None = None,
+        grad_placements: Any = None,
     ) -> DTensor:
-        """The distributed tensor whose shard on this rank is ``local_tensor``.
+        """The distributed tensor whose shard on this rank is ``local_tensor``; Replicate where no placements are given.
 
         Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. Nothing is
         communicated, so that ranks whose shards differ are told at a later collective, if those are compared (the first
         100 of each group are). ``run_check`` compares shapes and dtypes over the ranks at once, and the values where
         they are copies, and names those that differ.
+        ``stride`` must be that of the whole with its dims in memory in the order of the shard's. ``grad_placements``:
+        how the gradient of ``local_tensor`` lies; by default as the tensor, and Replicate where it is Partial.
         """
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
@@ -70,8 +78,13 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
                     f"{layout} gives it {expected} of a tensor of shape {whole}",
                 )
             )
+        if stride is not None:
+            _check_stride(local_tensor, whole, stride)
         if run_check:
             _check_ranks(local_tensor, layout, whole)
+        if grad_placements is not None:
+            parts = axes_of_partial_gradient("from_local", layout, grad_placements, len(whole))
+            local_tensor = redistribute(local_tensor, layout, layout, whole, varied=parts)
         return DTensor.of_plain(local_tensor, layout, whole)
 
     @staticmethod
@@ -110,14 +123,30 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """The number of elements of the whole."""
         return math.prod(self.shape)
 
-    def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None) -> DTensor:
-        """The same tensor in another layout on the same mesh; Replicate where none is given."""
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Any = None,
+        *,
+        async_op: bool = False,  # noqa: ARG002 - torch's signature
+        forward_dtype: Any = None,
+        backward_dtype: Any = None,
+    ) -> DTensor:
+        """The same tensor in another layout on the same mesh; Replicate where none is given.
+
+        ``forward_dtype``: cast to it before anything is communicated, and left so. ``backward_dtype``: the gradient is
+        communicated in it, by default in the dtype of the tensor, and cast back. ``async_op`` is accepted; the
+        communication has ended when this returns.
+        """
         self.current()
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
             raise ValueError(coded("HP224", f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}"))
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
         target = layout_of(mesh, wanted, len(self._shape))
+        if any(dtype not in (None, self._local.dtype) for dtype in (forward_dtype, backward_dtype)):
+            moved = redistribute_as(self._local, self._layout, target, self._shape, forward_dtype, backward_dtype)
+            return DTensor(moved, target, self._shape)
         if target is self._layout:
             return self
         made = DTensor(local_for(self, target, implicit=False), target, self._shape)
@@ -158,11 +187,27 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         lying = gradient_layout(self._layout)
         return gradient_of_shard(local_for(grad, lying, implicit=False), self._layout, self._shape)
 
-    def full_tensor(self) -> Any:
-        """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own."""
-        return own_local_for(
-            self.current(), layout_of(self.device_mesh, [Replicate()] * self.device_mesh.ndim, len(self._shape))
-        )
+    def to_local(self, *, grad_placements: Any = None) -> Any:
+        """The data on this rank as a plain tensor, which shares its memory where the framework allows.
+
+        ``grad_placements``: how the gradient of that plain tensor will lie; by default as the tensor, and Replicate
+        where it is Partial. Partial() says that ranks compute different things with their copies.
+        """
+        if grad_placements is None:
+            return super().to_local()
+        parts = axes_of_partial_gradient("to_local", self._layout, grad_placements, len(self._shape))
+        return own_local_for(self.current(), self._layout, parts)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Any:
+        """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own.
+
+        ``grad_placements``: how the gradient of that plain tensor will lie, Replicate or Partial on each axis.
+        """
+        target = layout_of(self.device_mesh, None, len(self._shape))
+        parts: tuple[int, ...] = ()
+        if grad_placements is not None:
+            parts = axes_of_partial_gradient("full_tensor", target, grad_placements, len(self._shape))
+        return own_local_for(self.current(), target, parts)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """The tensor with another dtype or device, as the framework's ``to``."""
@@ -188,10 +233,12 @@ def _check_dense(name: str, tensor: Any) -> None:
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:
-    """The layout that a mesh and placements, in either form, say for tensors of ``ndim`` dims."""
+    """The layout that a mesh and placements, in either form, say for tensors of ``ndim`` dims; Replicate for None."""
     if isinstance(placements, Layout):
         return placements.bind(ndim)
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
+    if placements is None and isinstance(mesh, DeviceMesh):
+        placements = [Replicate()] * mesh.ndim
     if not isinstance(placements, (list, tuple)):
         return _layout_of(mesh, placements, ndim)
     key = (mesh, *placements, ndim)
@@ -219,12 +266,59 @@ def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     return base(*placements)
 
 
+def axes_of_partial_gradient(call: str, layout: Layout, grad_placements: Any, ndim: int) -> tuple[int, ...]:
+    """The axes along which ``grad_placements`` say that the gradient of a plain tensor of this layout is in parts.
+
+    On the other axes it must lie as gradients do by themselves: what else they could say does not fit the shape of the
+    shard, or has no single meaning.
+    """
+    usual = gradient_layout(layout.bind(ndim))
+    wanted = layout_of(layout.mesh, grad_placements, ndim)
+    others = [p for p in layout.placements if p.is_partial() and not p.is_partial("sum")]
+    if others:
+        raise ValueError(
+            coded(
+                "HP232",
+                f"{call}: grad_placements: the gradient of a part of {layout} is not that of the tensor; "
+                "reduce_partial() first",
+            )
+        )
+    parts = []
+    for axis, (own, asked) in enumerate(zip(usual.placements, wanted.placements, strict=True)):
+        if own.is_replicate() and asked.is_partial("sum"):
+            parts.append(axis)
+        elif own != asked:
+            allowed = f"{own!r} or Partial()" if own.is_replicate() else repr(own)
+            raise ValueError(
+                coded(
+                    "HP232",
+                    f"{call}: grad_placements: the tensor is {layout.placements[axis]!r} on axis {axis} of "
+                    f"{layout.mesh}, so its gradient must be {allowed} there, got {asked!r}; redistribute() the "
+                    "tensor first",
+                )
+            )
+    return tuple(parts)
+
+
+def _check_stride(local: Any, shape: Sequence[int], stride: Sequence[int]) -> None:
+    expected = whole_stride(shape, local)
+    if tuple(stride) != expected:
+        raise ValueError(
+            coded(
+                "HP233",
+                f"from_local: stride {tuple(stride)} is not that of a tensor of shape {tuple(shape)} whose dims lie in "
+                f"memory as those of the shard, which is {expected}; leave it out, or copy the shard into that order",
+            )
+        )
+
+
 def distribute_tensor(
-    tensor: Any, device_mesh: DeviceMesh | None, placements: Any, *, src_data_rank: int | None = None
+    tensor: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, *, src_data_rank: int | None = None
 ) -> DTensor:
     """Cuts a tensor that every rank has; with ``src_data_rank``, a rank in the mesh, that rank's is sent to all first.
 
-    The shard is a leaf with memory of its own, which gets a gradient if the tensor does.
+    Without placements every rank keeps all of it. The shard is a leaf with memory of its own, which gets a gradient if
+    the tensor does; it is channels_last if the tensor is.
     """
     if isinstance(tensor, DTensor):
         raise ValueError(
@@ -249,10 +343,12 @@ def distribute_tensor(
                 coded("HP222", f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}")
             )
         group = platform.create_group(layout.rank_list)
-        tensor = platform.broadcast(platform.clone(tensor), src_data_rank, group)
+        sent = platform.broadcast(platform.clone(tensor), src_data_rank, group)
+        tensor = platform.in_memory_format_of(tensor, sent)
     whole = layout.with_placements([Replicate()] * layout.mesh.ndim)
     shard = redistribute(platform.detach(tensor), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
+    shard = platform.in_memory_format_of(tensor, shard)
     platform.note_shown(shard)  # it may be a part of the user's tensor
     return DTensor(platform.set_requires_grad(shard, requires_grad), layout, tensor.shape)
 
@@ -331,56 +427,163 @@ def _with_module(argument: str, function: Any) -> Any:
 # --- tensors from nothing
 
 
-def zeros(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
-    """A distributed tensor of zeros."""
-    return full(size, 0.0, device_mesh=device_mesh, placements=placements, dtype=dtype, device=device)
+def _sizes_in_a_row(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Lets the sizes be several arguments: ``zeros(2, 3, device_mesh=mesh)`` is ``zeros((2, 3), mesh)``."""
+
+    @functools.wraps(make)
+    def call(*args: Any, **options: Any) -> DTensor:
+        count = sum(1 for _ in itertools.takewhile(_is_size, args))
+        if count > 1 or (count == 0 and not args and "size" not in options):
+            args = (args[:count], *args[count:])
+        return make(*args, **options)
+
+    return call
 
 
-def ones(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@_sizes_in_a_row
+def zeros(
+    size: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+) -> DTensor:
+    """A distributed tensor of zeros; ``layout`` may only be ``torch.strided``."""
+    asked = _asked("zeros", size, device_mesh, placements, layout)
+    return _filled(asked, 0.0, dtype, device, requires_grad)
+
+
+@_sizes_in_a_row
+def ones(
+    size: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+) -> DTensor:
     """A distributed tensor of ones."""
-    return full(size, 1.0, device_mesh=device_mesh, placements=placements, dtype=dtype, device=device)
+    asked = _asked("ones", size, device_mesh, placements, layout)
+    return _filled(asked, 1.0, dtype, device, requires_grad)
 
 
-def empty(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+@_sizes_in_a_row
+def empty(
+    size: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+) -> DTensor:
     """A distributed tensor whose elements are not set."""
-    shape, layout = _asked("empty", size, device_mesh, placements)
-    return DTensor(platform.empty(layout.local_shape(shape), dtype=dtype, device=device), layout, shape)
+    asked = _asked("empty", size, device_mesh, placements, layout)
+    local = platform.empty(asked.local_shape, dtype=dtype, device=device)
+    return asked.tensor(local, requires_grad)
 
 
 def full(
-    size: Any, fill_value: Any, *, device_mesh: Any, placements: Any, dtype: Any = None, device: Any = None
+    size: Any,
+    fill_value: Any,
+    *,
+    device_mesh: Any = None,
+    placements: Any = None,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
 ) -> DTensor:
     """A distributed tensor of one value."""
-    shape, layout = _asked("full", size, device_mesh, placements)
-    local = platform.full(layout.local_shape(shape), fill_value, dtype=dtype, device=device)
-    return DTensor(local, layout, shape)
+    asked = _asked("full", size, device_mesh, placements, layout)
+    return _filled(asked, fill_value, dtype, device, requires_grad)
 
 
-def rand(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+@_sizes_in_a_row
+def rand(
+    size: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+) -> DTensor:
     """Uniform numbers: those that one device would draw, on any mesh."""
-    return _drawn("rand", platform.rand, size, device_mesh, placements, dtype, device)
+    asked = _asked("rand", size, device_mesh, placements, layout)
+    return _drawn(asked, platform.rand, dtype, device, requires_grad)
 
 
-def randn(size: Any, device_mesh: Any, placements: Any, *, dtype: Any = None, device: Any = None) -> DTensor:
+@_sizes_in_a_row
+def randn(
+    size: Any,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    layout: Any = None,
+) -> DTensor:
     """Normal numbers: those that one device would draw, on any mesh."""
-    return _drawn("randn", platform.randn, size, device_mesh, placements, dtype, device)
+    asked = _asked("randn", size, device_mesh, placements, layout)
+    return _drawn(asked, platform.randn, dtype, device, requires_grad)
 
 
-def _drawn(call: str, draw: Any, size: Any, device_mesh: Any, placements: Any, dtype: Any, device: Any) -> DTensor:
-    shape, layout = _asked(call, size, device_mesh, placements)
-    # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
-    shard = layout.part_of(draw(shape, dtype=dtype, device=device))
-    return DTensor(platform.clone(shard), layout, shape)
+class _Asked(NamedTuple):
+    """The tensor that a factory is to make."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape)
+
+    def tensor(self, local: Any, requires_grad: bool) -> DTensor:
+        if requires_grad:
+            local = platform.set_requires_grad(local, True)
+        return DTensor(local, self.layout, self.shape)
 
 
-def _asked(call: str, size: Any, device_mesh: Any, placements: Any) -> tuple[tuple[int, ...], Layout]:
+def _asked(call: str, size: Any, device_mesh: Any, placements: Any, strided: Any) -> _Asked:
+    if strided is not None and repr(strided) != "torch.strided":
+        raise ValueError(
+            coded(
+                "HP222",
+                f"{call}: layout must be torch.strided, got {strided!r}; how the tensor lies on the mesh is said by "
+                "placements=",
+            )
+        )
     shape = (size,) if isinstance(size, int) else tuple(size)
     layout = layout_of(device_mesh, placements, len(shape))
     if layout.is_partial():
         raise ValueError(
             coded("HP213", f"{call}: {layout} leaves a reduction pending, of which the parts are not known")
         )
-    return shape, layout
+    return _Asked(shape, layout)
+
+
+def _filled(asked: _Asked, value: Any, dtype: Any, device: Any, requires_grad: bool) -> DTensor:
+    local = platform.full(asked.local_shape, value, dtype=dtype, device=device)
+    return asked.tensor(local, requires_grad)
+
+
+def _drawn(asked: _Asked, draw: Any, dtype: Any, device: Any, requires_grad: bool) -> DTensor:
+    # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
+    shard = asked.layout.part_of(draw(asked.shape, dtype=dtype, device=device))
+    return asked.tensor(platform.clone(shard), requires_grad)
 
 
 # --- the check of from_local

@@ -119,6 +119,8 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
+        if self.reduce_op == "product":  # torch's name for it
+            object.__setattr__(self, "reduce_op", "prod")
         if self.reduce_op not in REDUCE_OPS:
             raise ValueError(
                 coded("HP210", f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}")

@@ -73,15 +73,17 @@ def reduced_twin(tensor: Any) -> Any:
     return twin
 
 
-def own_local_for(tensor: Any, target: Layout) -> Any:
+def own_local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = ()) -> Any:
     """The same for somebody who may change it: nobody else has it, but where the tensor lies in this layout."""
+    if not platform.is_recorded(tensor._local):
+        summed = ()
     if target is tensor._layout:
-        return tensor.to_local()
+        return _made(tensor, target, summed, None, implicit=False) if summed else tensor.to_local()
     routes, version = _remembered(tensor, tensor._local)
-    key = (tensor._layout, target, (), platform.is_recorded(tensor._local), version)
+    key = (tensor._layout, target, summed, platform.is_recorded(tensor._local), version)
     if routes and _known(routes, key) is not None:
-        return platform.operator("clone")(local_for(tensor, target, implicit=False))
-    return _made(tensor, target, (), None, implicit=False)
+        return platform.operator("clone")(local_for(tensor, target, summed, implicit=False))
+    return _made(tensor, target, summed, None, implicit=False)
 
 
 def routes_of_moved(tensor: Any, target: Layout) -> Any:

@@ -20,8 +20,10 @@ from hyper_parallel.core.shard.rule import (
 if TYPE_CHECKING:
     from hyper_parallel.core.shard.arguments import OperatorError
     from hyper_parallel.core.shard.dfunction import DFunction
+    from hyper_parallel.core.shard.mapping import local_map
     from hyper_parallel.core.shard.ops.operator import Ruled, operator
     from hyper_parallel.core.shard.ops.parallel_ops import DistributedOp
+    from hyper_parallel.core.shard.registration import register_sharding
     from hyper_parallel.core.shard.sharding_plan import ShardingPlan, shard_module
 
 __all__ = [
@@ -40,12 +42,14 @@ __all__ = [
     "ShardingPlan",
     "einsum",
     "from_equation",
+    "local_map",
     "lookup",
     "move",
     "operator",
     "parse",
     "pointwise",
     "reduction",
+    "register_sharding",
     "shard_module",
 ]
 
@@ -56,7 +60,9 @@ _OF_THE_FRAMEWORK = {
     "OperatorError": "arguments",
     "Ruled": "ops.operator",
     "ShardingPlan": "sharding_plan",
+    "local_map": "mapping",
     "operator": "ops.operator",
+    "register_sharding": "registration",
     "shard_module": "sharding_plan",
 }
 

@@ -34,6 +34,7 @@ from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
 from hyper_parallel.core.shard.ops.pointwise import itself
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
+from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES, Reshaped
 from hyper_parallel.core.shard.rule import BoundRule, Rule
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
@@ -122,7 +123,7 @@ class Dispatcher:
             return Into(self.dispatch, func, called).run
         op = OPERATORS.get(called.name)
         inplace = called.inplace or kwargs.get("inplace") is True
-        waiting = self._reduced_first(func, called, op, tensors, inplace)
+        waiting = self._before_rules(func, called, op, tensors, inplace)
         if waiting is not None:
             return waiting
         reason = "it is in no table"
@@ -150,10 +151,13 @@ class Dispatcher:
             self._tell(called.name, reason)
         return Whole(func, called, mesh, inplace, scalars).run
 
-    def _reduced_first(
+    def _before_rules(
         self, func: Any, called: Called, op: Operator | None, tensors: Sequence[DTensor], inplace: bool
     ) -> Run | None:
-        """The way of a call on tensors whose pending reduction must be taken first; None where there are none."""
+        """The way of a call that changes the shape in place, or whose pending reductions are taken first; else None."""
+        if called.inplace and called.name in SHAPE_CHANGES:
+            self._planned(called, "on the shard, which takes another shape")
+            return Reshaped(self.dispatch, func, called.name).run
         others = tensors[1:] if inplace else tensors
         if any(map(waits_for_value, others)):
             return Reduced(self.dispatch, func, called, inplace).run

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +96,7 @@ def replaced(tree: Any, shards: Iterator[Any]) -> Any:
 
 
 def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[int, DTensor]) -> tuple[Any, Any]:
-    """The arguments with plain tensors made distributed, where that is allowed: always of those without dims.
+    """The arguments with plain tensors made distributed, where that is allowed: always of those of one element.
 
     ``zeros``: whether tensors of zeros are allowed too; they are the same on every rank. ``placed``: those of which it
     is known how they lie, by their ids.
@@ -111,7 +113,7 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
             return value
         if id(value) in placed:
             return placed[id(value)]
-        if len(value.shape) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
+        if not _is_number(value) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
             raise OperatorError(
                 coded(
                     "HP304",
@@ -124,6 +126,19 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
     return platform.tree_map(one, tuple(args)), platform.tree_map(one, dict(kwargs))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a plain tensor has one element, which then counts as the same on every rank."""
+    if math.prod(value.shape) != 1:
+        return False
+    if len(value.shape):
+        warnings.warn(
+            f"a plain tensor of shape {tuple(value.shape)} among distributed ones is taken for a number that every "
+            "rank has; reshape(()) it, or say how it lies with DTensor.from_local(...)",
+            stacklevel=2,
+        )
+    return True
 
 
 def changes_plain(args: Any, kwargs: Any) -> bool:

@@ -42,14 +42,14 @@ def run_between(
         platform.note_shown(shard)
     shards = iter(locals_)
     made = function(*replaced(args, shards), **{name: replaced(value, shards) for name, value in kwargs.items()})
-    even = all(_is_even(t._shape, layout or t._layout) for t, layout in zip(tensors, layouts, strict=True))
+    even = all(is_even(t._shape, layout or t._layout) for t, layout in zip(tensors, layouts, strict=True))
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
     if len(outputs) != len(found):
         raise ValueError(
             coded("HP308", f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}")
         )
-    wrapped = [_wrapped(name, value, layout, even) for value, layout in zip(found, outputs, strict=True)]
+    wrapped = [wrap_result(name, value, layout, even) for value, layout in zip(found, outputs, strict=True)]
     return type(made)(wrapped) if several and type(made) in (list, tuple) else tuple(wrapped) if several else wrapped[0]
 
 
@@ -68,14 +68,16 @@ def _route(tensor: DTensor, layout: Layout | None, used: set[int]) -> tuple[Layo
     return layout, tuple(axis for axis in sorted(used) if layout.placements[axis].is_replicate())
 
 
-def _is_even(shape: Sequence[int], layout: Layout) -> bool:
+def is_even(shape: Sequence[int], layout: Layout) -> bool:
+    """Whether all ranks have shards of one shape."""
     bound = layout.bind(len(shape))
     pieces = [(size, bound.mesh_shape[axis]) for axis, p in bound.fused.items() for size in p.sections]
     pieces += [(size, bound.get_dim_split_num(dim)) for dim, size in enumerate(shape)]
     return all(size % count == 0 for size, count in pieces)
 
 
-def _wrapped(name: str, value: Any, layout: Layout | None, even: bool) -> Any:
+def wrap_result(name: str, value: Any, layout: Layout | None, even: bool) -> Any:
+    """A shard that a function has made as a distributed tensor; where shards may be uneven the ranks agree first."""
     if layout is None or not platform.is_tensor(value):
         return value
     layout = layout.bind(len(value.shape))

@@ -33,6 +33,7 @@ class DTensorBase(Tensor):
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
+    _forms = 0  # shapes do not change in place
     _unrecorded = False
     _spec: Any = None  # stands for its layout, shape and dtype
 
@@ -169,6 +170,10 @@ class DTensorBase(Tensor):
 
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
+
+    def current(self) -> DTensorBase:
+        """The tensor itself: MindSpore counts no changes, so copies of others do not follow them."""
+        return self
 
     def to_local(self) -> Any:
         """The data on this rank, as a plain tensor: that of a leaf and of what is not recorded shares its memory.

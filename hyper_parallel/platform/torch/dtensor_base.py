@@ -17,6 +17,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.strides import whole_stride
 from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -36,6 +37,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
+    _forms = 0  # how often an operator in place has changed its shape
     _unrecorded = False  # made where nothing is recorded for backward
     _spec: Any = None  # stands for its layout, shape and dtype
     _last_gradient: DTensorBase | None = None  # optimizers ask for it again and again
@@ -193,6 +195,15 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         self._spec = None
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_of_wrapper(self, data)
+
+    def take_form(self, layout: Any, shape: Sequence[int]) -> None:
+        """Another layout and shape, after the shard was changed in place."""
+        self._layout, self._shape = layout, torch.Size(shape)
+        self._routes = self._origin = self._reduced = self._spec = self._last_gradient = None
+        self._is_plain = False
+        self._forms += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_data_of_wrapper(self, self._twin(self._local))
 
     def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
         self._local.requires_grad_(requires_grad)
@@ -423,6 +434,16 @@ def _of_own_whole(name: str) -> Callable[..., Any]:
     return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(*args, **kwargs)
 
 
+def _stride(tensor: DTensorBase, dim: int | None = None) -> Any:
+    """The wrapper has those of a contiguous tensor; a shard whose dims lie in another order tells otherwise."""
+    strides = whole_stride(tensor._shape, tensor._local)
+    return strides if dim is None else strides[dim]
+
+
+def _dim_order(tensor: DTensorBase, **kwargs: Any) -> Any:
+    return torch.empty_strided(tensor._shape, _stride(tensor), device="meta").dim_order(**kwargs)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _grad,
     torch.Tensor.__deepcopy__: DTensorBase._deepcopied,
@@ -462,8 +483,10 @@ for _name in (
     _OWN[getattr(torch.Tensor, _name)] = _of_shard(_name)
 _OWN |= {getattr(torch, name): _OWN[getattr(torch.Tensor, name)] for name in ("is_complex", "is_floating_point")}
 _OWN |= {getattr(torch, name): _of_shard(name) for name in ("is_inference", "is_conj", "is_neg", "is_signed")}
-for _name in ("dim", "ndimension", "nelement", "numel", "size", "stride", "is_same_size", "dim_order"):
+for _name in ("dim", "ndimension", "nelement", "numel", "size", "is_same_size"):
     _OWN[getattr(torch.Tensor, _name)] = _of_wrapper(getattr(torch.Tensor, _name))
+_OWN[torch.Tensor.stride] = _stride
+_OWN[torch.Tensor.dim_order] = _dim_order
 _OWN[torch.numel] = _of_wrapper(torch.numel)
 _OWN[torch._has_compatible_shallow_copy_type] = _of_wrapper(torch._has_compatible_shallow_copy_type)
 for _name in (

@@ -18,6 +18,7 @@ from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch import order
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group, longest_wait, timeout_of
+from hyper_parallel.platform.torch.functional_groups import take_meshes
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -27,6 +28,7 @@ class Groups(Platform):
 
     def __init__(self) -> None:
         super().__init__()
+        take_meshes()
         self._timeout: timedelta | None = None
         self._generations: Counter[tuple[int, ...]] = Counter()
         self._epoch = 0  # how often this process has joined the job of the present store; 0: not asked yet
@@ -190,6 +192,8 @@ class Groups(Platform):
 
     def _group_name(self, ranks: tuple[int, ...]) -> distributed_c10d.GroupName:
         """A name that the group's members find by themselves and that no earlier group in the same store has."""
+        if not self._epoch and dist.get_backend() == "fake":
+            self._epoch = 1  # nobody is met there, and its store counts nothing
         if not self._epoch:
             self._epoch = distributed_c10d._get_default_store().add(f"hyper_parallel/epoch/{dist.get_rank()}", 1)
         name = f"ranks_{'_'.join(map(str, ranks))}_{self._epoch}.{self._generations[ranks]}"

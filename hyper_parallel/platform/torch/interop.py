@@ -7,7 +7,6 @@ torch.distributed.tensor is heavy and is imported when one of these is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor, Platform
+from hyper_parallel.platform.strides import whole_stride
 
 _OPS_OF_TORCH = {"prod": "product"}
 _OPS = {theirs: ours for ours, theirs in _OPS_OF_TORCH.items()}
@@ -80,7 +80,7 @@ class Interop(Platform):
             parts.mesh,
             [_native_placement(*placement) for placement in parts.placements],
             shape=torch.Size(parts.shape),
-            stride=_strides(parts.shape, local),
+            stride=whole_stride(parts.shape, local),
         )
         if parts.is_parameter:
             return nn.Parameter(made, requires_grad=local.requires_grad)
@@ -122,14 +122,3 @@ def _native_placement(kind: str, *details: Any) -> Any:
         dim, factor = details
         return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
     return Partial(*(_OPS_OF_TORCH.get(op, op) for op in details)) if kind == "partial" else Replicate()
-
-
-def _strides(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
-    """The strides of the whole, if its dims lie in memory in the order of the shard's."""
-    order = list(range(len(shape)))
-    if not local.is_contiguous():
-        order.sort(key=local.stride().__getitem__, reverse=True)
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)

@@ -122,6 +122,13 @@ class Tensors(Platform):
         twin = deferred_copy(tensor) if tensor.is_meta else None
         return tensor.detach().clone(memory_format=torch.contiguous_format) if twin is None else twin
 
+    def in_memory_format_of(self, like: Any, tensor: Any) -> Any:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        wanted = formats.get(like.dim())
+        if wanted is None or like.is_meta or like.is_contiguous() or not like.is_contiguous(memory_format=wanted):
+            return tensor
+        return tensor.contiguous(memory_format=wanted)
+
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(tuple(tensors), dim)
 

@@ -7,6 +7,7 @@ torch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def _differing(values: Sequence[Any]) -> int | None:
     """The first index whose tensors do not lie alike; None where all shards can be computed together."""
     lists = _lists(values)
     single = [value for value in values if isinstance(value, Tensor)]
-    if not lists or not all(map(_is_copied_scalar, single)):
+    if not lists or not all(map(_is_number, single)):
         return 0
     for index, (first, *others) in enumerate(zip(*lists, strict=True)):
         if not all(_lie_alike(first, other) for other in (first, *others)):
@@ -54,6 +55,12 @@ def _lie_alike(first: Any, other: Any) -> bool:
     if isinstance(first, DTensor) and isinstance(other, DTensor):
         return other._layout is first._layout and other._shape == first._shape
     return not isinstance(first, DTensor) and not isinstance(other, DTensor)
+
+
+def _is_number(tensor: Any) -> bool:
+    """Whether a tensor for all indices is a number that every rank has: a learning rate may have a dim of size 1."""
+    one_element = not isinstance(tensor, DTensor) and math.prod(tensor.shape) == 1
+    return _is_copied_scalar(tensor.reshape(()) if one_element else tensor)
 
 
 def _is_copied_scalar(tensor: Any) -> bool:
