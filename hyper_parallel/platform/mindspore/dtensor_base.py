@@ -170,6 +170,10 @@ class DTensorBase(Tensor):
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
 
+    def current(self) -> DTensorBase:
+        """The tensor itself: a copy that stands for a view is not followed, as MindSpore does not count changes."""
+        return self
+
     def to_local(self) -> Any:
         """The data on this rank, as a plain tensor: that of a leaf and of what is not recorded shares its memory.
 
