@@ -614,7 +614,9 @@ class Platform(ABC):
 
         ``directions``: a tensor for each input by which the function is differentiated first, None for the others.
         """
-        raise NotImplementedError(f"{self.platform_type}: gradients of gradients of a function")
+        raise NotImplementedError(
+            coded("HP142", f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones")
+        )
 
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
