@@ -613,12 +613,14 @@ class Platform(ABC):
     def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
         """The gradients of a function with one number as its result, for tensors that are its arguments."""
 
-    @abstractmethod
     def second_gradients(self, function: Callable[..., Any], inputs: Sequence[Any], directions: Sequence[Any]) -> Any:
         """The gradients of the products of a function's gradients with these directions; None where there are none.
 
         ``directions``: a tensor for each input by which the function is differentiated first, None for the others.
         """
+        raise NotImplementedError(
+            coded("HP142", f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones")
+        )
 
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:

@@ -352,3 +352,28 @@ def test_backward_whose_peer_never_comes_is_an_error():
             frame.run_backward([y.sum()])
         assert raised.value.missing == (1,)
     platform.barrier()
+
+
+def test_what_is_recorded_can_be_said():
+    platform = get_platform()
+    leaf = frame.leaf([1.0, 2.0])
+    with platform.recording(False):
+        assert not platform.is_recorded(leaf * 2)
+    with platform.recording(True):
+        assert platform.is_recorded(leaf * 2)
+
+
+def test_second_gradients_of_a_function():
+    """Those of x ** 3 in a direction are 6 * x times it; on MindSpore, whose own are wrong, there are none."""
+    platform = get_platform()
+    x, direction = frame.tensor([1.0, 2.0]), frame.tensor([3.0, 5.0])
+
+    def cubes(x):
+        return (x * x * x).sum()
+
+    if frame.IS_TORCH:
+        [found] = platform.second_gradients(cubes, [x], [direction])
+        frame.equal(found, [18.0, 60.0])
+    else:
+        with pytest.raises(NotImplementedError, match="HP142"):
+            platform.second_gradients(cubes, [x], [direction])

@@ -42,13 +42,6 @@ def test_keywords_by_the_rules_names():
     assert platform.named({"axis": 1, "alpha": 2}) == {"dim": 1, "alpha": 2}
 
 
-def test_gradients_of_the_gradients_of_a_function():
-    x, y, v = (frame.tensor(numbers) for numbers in ([1.0, 2.0], [3.0, 5.0], [10.0, 1.0]))
-    dx, dy = platform.second_gradients(lambda a, b: (a * a * b).sum(), [x, y], [v, None])  # of v * 2 * a * b
-    frame.equal(dx, [60.0, 10.0])
-    frame.equal(dy, [20.0, 4.0])
-
-
 def test_gradients_of_a_function():
     x, y = frame.tensor([1.0, 2.0]), frame.tensor([3.0, 4.0])
     dx, dy = platform.gradients(lambda a, b: (a * a * b).sum(), [x, y])

@@ -48,7 +48,7 @@ BUILTIN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "ImportError",
 LAYERS = {
     "1": ("platform",),
     "2": ("core.dtensor", "platform"),
-    "3": ("core.shard", "platform"),
+    "3": ("core.shard", "core.dtensor.copied_views", "platform"),  # a view is an operator of its base
     "4": ("core.tensor_parallel", "core.pipeline_parallel", "core.shard.sharding_plan", "platform.checks"),
     "5": ("core.distributed_checkpoint", "cli.checkpoints"),
     "6": ("testing",),

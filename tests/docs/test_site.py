@@ -35,7 +35,18 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
-RANKS = {"checkpoints": 4, "differences": 2, "distributed-tensors": 2, "recipes": 2, "saving": 2, "situations": 4}
+RANKS = {
+    "checkpoints": 4,
+    "data": 4,
+    "differences": 2,
+    "distributed-tensors": 2,
+    "lora": 2,
+    "mixed-precision": 2,
+    "recipes": 2,
+    "saving": 2,
+    "second-order": 2,
+    "situations": 4,
+}
 ELSEWHERE = {"add-an-operator", "testing"}  # test_documents runs these in processes of their own
 LANGUAGES = {"", "json", "py", "pycon", "python", "sh", "yaml"}
 FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
@@ -211,7 +222,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 EXTRAS = set(
     re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("[project.optional")[2], re.MULTILINE)
 )
-COMMANDS = {"make", "hyper-parallel", "torchrun", "msrun", "python", "pip", "pre-commit", "export", "."}
+COMMANDS = {"make", "hyper-parallel", "torchrun", "msrun", "python", "pip", "pre-commit", "export", "srun", "."}
 
 
 def command_lines(block):

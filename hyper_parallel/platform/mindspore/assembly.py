@@ -8,10 +8,11 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
-from hyper_parallel.platform.mindspore import private, tensors
+from hyper_parallel.platform.mindspore import tensors
 from hyper_parallel.platform.mindspore.deferred_init import DeferredInit
 from hyper_parallel.platform.mindspore.differentiable import Differentiable
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
+from hyper_parallel.platform.mindspore.first_order import FirstOrderFunction
 from hyper_parallel.platform.mindspore.gradients import Gradients
 from hyper_parallel.platform.mindspore.interop import Interop
 from hyper_parallel.platform.mindspore.modules import Modules
@@ -29,7 +30,7 @@ class MindSporePlatform(Differentiable, Modules, Gradients, Recompute, DeferredI
     Parameter = mindspore.Parameter
     Module = nn.Cell
     DTensorBase = DTensorBase
-    Function = private.function()
+    Function = FirstOrderFunction
     PipelineStageBase = nn.Cell
     platform_type = PlatformType.MINDSPORE
     tensor_dtype = mindspore

@@ -56,17 +56,6 @@ class Gradients(Platform):
             raise raised[0]
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
-    def second_gradients(self, function: Callable[..., Any], inputs: Sequence[Any], directions: Sequence[Any]) -> Any:
-        wanted = [i for i, direction in enumerate(directions) if direction is not None]
-        along = [directions[i] for i in wanted]
-
-        def slope(*given: Any) -> Any:
-            found = mindspore.grad(function, grad_position=tuple(wanted))(*given)
-            firsts = found if isinstance(found, (list, tuple)) else [found]
-            return sum((g * v).sum() for g, v in zip(firsts, along, strict=True))
-
-        return self.gradients(slope, inputs)
-
     def is_recorded(self, tensor: Any) -> bool:
         # Integers have no gradient, though MindSpore would send one through them, where they have elements.
         is_wanted = private.requires_grad(tensor) and bool(private.executor().requires_grad())

@@ -263,7 +263,8 @@ def _refuse_outside(call: _Call, target: Any) -> None:
     """Before anything is exchanged: all ranks that have parts of a position's classes have its target."""
     if platform.device_type() != "cpu":
         return
-    outside = target[call.kept(target) & ((target < 0) | (target >= call.classes))]
+    targets = target.reshape(-1)  # MindSpore takes no mask of a tensor without dims
+    outside = targets[call.kept(targets) & ((targets < 0) | (targets >= call.classes))]
     if len(outside):
         raise IndexError(
             coded(
