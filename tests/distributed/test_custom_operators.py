@@ -225,17 +225,15 @@ def test_an_operator_without_a_rule_changes_its_arguments_wherever_they_lie():
 
 
 @on_ranks(2)
-def test_a_random_operator_without_a_rule_is_the_same_on_every_rank_or_refused():
+def test_a_random_operator_without_a_rule_is_the_same_on_every_rank():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     x = distribute_tensor(draw(12, 12), mesh, S0)
     warnings.simplefilter("ignore")  # that there is no rule
     with torch.library._scoped_library("hyper_parallel_tests", "DEF") as library:
         library.define("noise(Tensor x) -> Tensor")
         library.impl("noise", torch.rand_like, "CPU")
-        torch.manual_seed(mesh.rank)
-        with pytest.raises(RuntimeError, match="not in step"):
-            torch.ops.hyper_parallel_tests.noise(x)
-        torch.manual_seed(3)
-        found = torch.ops.hyper_parallel_tests.noise(x).to_local()
-        first, second = DTensor.from_local(found[None], mesh, S0).full_tensor()
-        assert torch.equal(first, second)
+        for seed in (mesh.rank, 3):  # whatever the ranks were seeded with
+            torch.manual_seed(seed)
+            found = torch.ops.hyper_parallel_tests.noise(x).to_local()
+            first, second = DTensor.from_local(found[None], mesh, S0).full_tensor()
+            assert torch.equal(first, second)
