@@ -428,3 +428,8 @@ def test_a_memory_key_is_equal_for_the_same_elements_alone(platform):
     assert platform.memory_key(tensor) not in map(platform.memory_key, others)
     empties = platform.empty((0,)), platform.empty((0,))  # both alive: what is gone may leave its address to others
     assert platform.memory_key(empties[0]) != platform.memory_key(empties[1])
+
+
+def test_a_tensor_takes_the_memory_format_of_another(platform):
+    like, other = (tensor(np.arange(24.0).reshape(1, 2, 3, 4), "float32") for _ in range(2))
+    assert values(platform.in_memory_format_of(like, other)) == values(other)

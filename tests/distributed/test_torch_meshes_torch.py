@@ -50,7 +50,7 @@ def test_functional_collectives_take_a_mesh_for_a_group():
     column = [rank % 2, rank % 2 + 2]
     assert functional.all_reduce(one, "sum", mesh["tp"]).tolist() == [sum(line)] * 2
     assert functional.all_reduce(one, "sum", (mesh, 0)).tolist() == [sum(column)] * 2
-    scattered = functional.reduce_scatter_tensor(one, "sum", 0, (mesh, 1))
+    scattered = functional.reduce_scatter_single(one, "sum", 0, (mesh, 1))
     assert scattered.tolist() == [sum(line)]
     native = init_native("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # torch's own still do
     assert functional.all_reduce(one, "sum", (native, 1)).tolist() == [sum(line)] * 2

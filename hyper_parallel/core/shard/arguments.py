@@ -113,7 +113,8 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
             return value
         if id(value) in placed:
             return placed[id(value)]
-        if not _is_number(value) and not MODES.replicate_plain and not (zeros and bool((value == 0).all())):
+        is_copy = MODES.replicate_plain or (zeros and bool((value == 0).all()))
+        if not is_copy and not _is_number(value):
             raise OperatorError(
                 coded(
                     "HP304",

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
-from torch.distributed import _functional_collectives
 
+def take_meshes(*, loads: bool) -> None:
+    """Has torch resolve a group that is one of our meshes to the group of its axis; all else stays torch's.
 
-def take_meshes() -> None:
-    """Has torch resolve a group that is one of our meshes to the group of its axis; all else stays torch's."""
+    ``loads``: also where nobody has imported these collectives yet, which takes a while.
+    """
+    if not loads and "torch.distributed._functional_collectives" not in sys.modules:
+        return
+    from torch.distributed import _functional_collectives
+
     usual = _functional_collectives._resolve_group
     if hasattr(usual, "__wrapped__"):
         return

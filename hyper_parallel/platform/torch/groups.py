@@ -28,7 +28,7 @@ class Groups(Platform):
 
     def __init__(self) -> None:
         super().__init__()
-        take_meshes()
+        take_meshes(loads=False)
         self._timeout: timedelta | None = None
         self._generations: Counter[tuple[int, ...]] = Counter()
         self._epoch = 0  # how often this process has joined the job of the present store; 0: not asked yet
@@ -71,6 +71,7 @@ class Groups(Platform):
         pg_options: Any = None,
         device_id: Any = None,
     ) -> None:
+        take_meshes(loads=True)
         if dist.is_initialized():
             return
         self._timeout = _as_timedelta(timeout)
@@ -170,6 +171,7 @@ class Groups(Platform):
         # groups that a process has made into the group's name: members that have made different numbers of groups
         # then wait for each other for ever. Naming the group by its ranks and by how often they made one needs
         # neither, so the private helper under new_group is called with that name.
+        take_meshes(loads=True)
         world = self._group("create_group", None)
         name = self._group_name(tuple(ranks))
         try:
