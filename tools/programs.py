@@ -375,12 +375,9 @@ see. A program of which plain torch cannot take the gradients, or that overflows
 ## Known failures
 
 A run of 10,000 programs (seeds 0 to 9,999; 8,619 of them valid) found 18 that are neither right nor refused: 7 with a
-wrong value, 5 on which the ranks disagree, 5 that hung and 1 that raised another error. One of them, minimised:
-
-    v1 = leaf(1, (3, 5), 48)         # sharded so that the last row is all that a rank has
-    v2 = v1.roll(1, 1)
-    v2[2:] = 2.0                     # overwrites all of that rank's shard
-    # then: gradients of gradients   # that rank takes no part in a collective of the others, which are told so
+wrong value, 5 on which the ranks disagree, 5 that hung and 1 that raised another error. One of them is minimised: in
+`v2 = v1.roll(1, 1)` and `v2[2:] = 2.0`, where the last row is all that a rank has, the second line overwrites all of
+that rank's shard; in gradients of gradients it then takes no part in a collective of the others, which are told so.
 
 `make programs` repeats it (seeds {first} to {last}); CI runs some hundred others, and controls that must be found. A
 program that fails is minimised: `python -m tools.programs --seed N` prints the few lines that are left of it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -189,11 +191,19 @@ class _passed_on:  # noqa: N801 - a context, as those of contextlib
         self._ask(signal.SIGTERM)
 
 
+def _find_port() -> int:
+    """A port that is free, and that the kernel gives to no connection before rank 0 listens on it."""
+    below_those_of_connections = random.sample(range(20_000, 32_000), 100)
+    for port in (*below_those_of_connections, 0):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return int(tried.getsockname()[1])
+    raise OSError("there is no free port for the ranks to meet at")
+
+
 def environment(framework: str, ranks: int) -> dict[str, str]:
     """What every rank of a job on this machine finds in its environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _find_port()
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
     calm = {"OMP_NUM_THREADS": str(threads), **({"GLOG_v": "3"} if framework == "mindspore" else {})}
     return {
