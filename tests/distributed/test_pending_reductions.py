@@ -94,6 +94,35 @@ def test_hooks_and_kept_gradients_are_of_the_value(op):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_the_whole_passes_the_gradient_of_the_value_too(op):
+    """By full_tensor, which hands out a tensor of the caller's own."""
+    mesh, (_, value) = mesh_of_two(), parts_of(op)
+    leaf, seen = pending(mesh, op, recorded=True), []
+    leaf.register_hook(lambda g: seen.append(g) or g * 2)
+    whole = leaf.full_tensor()
+    (whole * whole).sum().backward()
+    torch.testing.assert_close(seen[0].full_tensor(), 2 * value)
+    torch.testing.assert_close(leaf.grad.full_tensor(), 4 * value)
+    with torch.no_grad():
+        whole.zero_()
+    torch.testing.assert_close(leaf.full_tensor().detach(), value)
+
+
+@on_ranks(2)
+def test_a_product_that_is_recorded_after_one_that_is_not():
+    mesh, gradients = mesh_of_two(), []
+    for recorded in (False, True):
+        x = distribute_tensor(torch.tensor([[2.0], [3.0]]), mesh, [S0]).requires_grad_(recorded)
+        product = x.prod(0)
+        if recorded:
+            product.register_hook(lambda g: gradients.append(g.full_tensor().item()))
+            product.view(1).square().sum().backward()
+            assert x.grad.full_tensor().flatten().tolist() == [36.0, 24.0]
+    assert gradients == [12.0]
+
+
+@on_ranks(2)
 def test_a_product_over_a_sharded_dim():
     mesh = mesh_of_two()
     x = distribute_tensor(torch.tensor([2.0, 3.0]), mesh, [S0]).requires_grad_()

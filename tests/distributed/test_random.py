@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.core.dtensor.dtensor import rand, randn
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.testing import on_ranks
 
@@ -133,6 +134,7 @@ def test_copies_are_alike_though_ranks_were_seeded_differently():
             x = distribute_tensor(torch.ones(64, 4), mesh, placements)
             layer = nn.Dropout(0.5)
             drawn = [F.dropout(x), layer(x), x.clone().normal_(), torch.rand_like(x), torch.bernoulli(x * 0.5)]
+            drawn += [make((64, 4), mesh, placements) for make in (rand, randn)]
             for one in drawn:
                 copies = gathered(one.redistribute(mesh, [R] * mesh.ndim).to_local())
                 assert all(torch.equal(copies[0], copy) for copy in copies)

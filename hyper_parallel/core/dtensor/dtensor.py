@@ -33,6 +33,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
+from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import local_for, own_local_for, reduced_twin, routes_of_moved, versions
 from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
 from hyper_parallel.platform import get_platform
@@ -582,7 +583,8 @@ def _filled(asked: _Asked, value: Any, dtype: Any, device: Any, requires_grad: b
 
 def _drawn(asked: _Asked, draw: Any, dtype: Any, device: Any, requires_grad: bool) -> DTensor:
     # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
-    shard = asked.layout.part_of(draw(asked.shape, dtype=dtype, device=device))
+    whole = as_one_device(asked.layout.mesh, lambda: draw(asked.shape, dtype=dtype, device=device))
+    shard = asked.layout.part_of(whole)
     return asked.tensor(platform.clone(shard), requires_grad)
 
 

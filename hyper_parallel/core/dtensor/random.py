@@ -37,13 +37,13 @@ def as_one_device(mesh: DeviceMesh, draw: Callable[[], Any], *, always_draws: bo
     ``always_draws``: it draws random numbers whatever it is given; if not, it may be called twice.
     """
     before = platform.get_rng_state()
+    own = _digest(before)
     if not always_draws:
         drawn = draw()
-        if _digest(platform.get_rng_state()) == _digest(before):  # it draws nothing, or has a generator of its own
+        if _digest(platform.get_rng_state()) == own:  # it draws nothing, or has a generator of its own
             return drawn
     axes = list(range(mesh.ndim))
-    first = _of_first_rank(_digest(before), mesh, axes)
-    if not _is_true_anywhere(first != _digest(before), mesh, axes):
+    if not _is_true_anywhere(_of_first_rank(own, mesh, axes) != own, mesh, axes):
         return draw() if always_draws else drawn
     platform.set_rng_state(before)
     seed = _of_first_rank(platform.draw_seed(), mesh, axes)

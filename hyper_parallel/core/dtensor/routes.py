@@ -77,6 +77,8 @@ def own_local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = ()) -> 
     """The same for somebody who may change it: nobody else has it, but where the tensor lies in this layout."""
     if not platform.is_recorded(tensor._local):
         summed = ()
+    elif waits_for_value(tensor) and _takes_reduction(tensor._layout, target):
+        return platform.operator("clone")(local_for(reduced_twin(tensor), target, summed, implicit=False))
     if target is tensor._layout:
         return _made(tensor, target, summed, None, implicit=False) if summed else tensor.to_local()
     routes, version = _remembered(tensor, tensor._local)

@@ -40,9 +40,10 @@ def waits_for_value(tensor: Any) -> bool:
 
     The gradient of a part is then another than that of the value, so operators take the value.
     """
-    return _has_other_than_sum(tensor._layout) and bool(platform.requires_grad(tensor._local))
+    return has_other_than_sum(tensor._layout) and bool(platform.requires_grad(tensor._local))
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_other_than_sum(layout: Layout) -> bool:
+def has_other_than_sum(layout: Layout) -> bool:
+    """Whether a reduction is pending that is no sum."""
     return any(op not in (None, "sum") for op in layout.partial) if layout.placements else False

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
-from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
+from hyper_parallel.core.dtensor.spec import has_other_than_sum, spec_of, waits_for_value
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     check_explicit,
@@ -86,6 +86,8 @@ class Planned:
             plain = self._here is None and not any(self._moves) and self._called.inplace
             return self._inplace_run() if plain else self.run
         if not self._single or self._empty or any(changes) or not (self._here is None or ready):
+            return self.run
+        if has_other_than_sum(self._layouts[0]):  # what stands for the result depends on whether it is recorded
             return self.run
         only = len(at) == len(args) and not kwargs
         fixed = not any(isinstance(value, float) for value in (*args, *kwargs.values()))
