@@ -75,7 +75,7 @@ class Dispatcher:
         try:
             run = self._plans.get(tuple(key))
         except TypeError:  # an argument that cannot be a key, such as an array
-            return self._plan(func, called or platform.called(func), tensors, args, kwargs)(tensors, args, kwargs)
+            run = self._plan(func, called or platform.called(func), tensors, args, kwargs)
         if run is None:
             run = self._plan(func, called or platform.called(func), tensors, args, kwargs)
             if len(self._plans) >= MOST_PLANS:
