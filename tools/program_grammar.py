@@ -76,6 +76,7 @@ class Plain:
         """Has a hook note the gradient and change it."""
         seen: list[Any] = []
         self.seen.append(seen)
+        _ = tensor.grad_fn  # torch crashes in the hook of a view if nobody has asked since its base was changed
         tensor.register_hook(lambda g: seen.append(g.detach()) or g * factor)
 
 

@@ -16,7 +16,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -602,8 +602,19 @@ class Platform(ABC):
         """The plain tensor with the elements of another, as backward sees it too: a new one if need be."""
 
     @abstractmethod
+    def assign(self, target: Any, index: Any, value: Any) -> Any:
+        """The plain tensor with a value in some of its places; its old elements stay in the graph, if all are replaced.
+
+        They do so because other ranks may keep some of theirs, and then communicate for them in backward.
+        """
+
+    @abstractmethod
     def no_grad(self) -> AbstractContextManager[Any]:
         """A context in which nothing is recorded for backward."""
+
+    def replayed_views(self) -> AbstractContextManager[Any]:
+        """A context for views of tensors without elements, in which their graph is the same as with elements."""
+        return nullcontext()
 
     @abstractmethod
     def recording(self, on: bool) -> AbstractContextManager[Any]:
@@ -632,6 +643,10 @@ class Platform(ABC):
     ) -> Any:
         """Calls a function on plain tensors, some of which have no elements on some rank, with the right result."""
 
+    def attention_by_operators(self) -> AbstractContextManager[Any]:
+        """A context in which attention is not one kernel, whose gradient may not have a gradient."""
+        return nullcontext()
+
     @abstractmethod
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
         """The result, recorded as made from all of these operands: those that it does not depend on get zeros."""
@@ -655,6 +670,10 @@ class Platform(ABC):
     @abstractmethod
     def is_dense(self, tensor: Any) -> bool:
         """Whether a tensor has a place in memory for each of its elements, as a sparse one has not."""
+
+    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape and these strides has a view of the new shape."""
+        raise NotImplementedError(f"{self.platform_type.value} does not tell views from copies")
 
     @abstractmethod
     def is_meta(self, tensor: Any) -> bool:

@@ -118,3 +118,58 @@ def test_changing_the_copy_is_refused():
     for taken in (base[1:3], base[1:3][:1], base[1:3].detach()):
         with pytest.raises(OperatorError, match="it is a copy"):
             taken.add_(1)
+
+
+SHAPED = {
+    "reshape": lambda x: x.t().reshape(-1),
+    "flatten": lambda x: x.transpose(0, 1).flatten(),
+    "ravel": lambda x: x[:, :1].ravel(),
+    "contiguous": lambda x: x.t().contiguous(),
+    "a contiguous one": lambda x: x.reshape(-1),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (3, 4), (2, 1)])
+def test_what_is_a_copy_on_one_device_is_a_copy_of_a_shard(name, shape):
+    """A shard of one row can be reshaped without a copy where the whole cannot: its base must not change."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    for place in (S0, S1, R):
+        start = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape)
+        plain, spread = start.clone(), distribute_tensor(start, mesh, [place])
+        SHAPED[name](plain).add_(10)
+        try:
+            SHAPED[name](spread).add_(10)
+        except OperatorError:
+            torch.testing.assert_close(spread.full_tensor(), start)  # the copy is of moved data: refused
+            continue
+        torch.testing.assert_close(spread.full_tensor(), plain)
+
+
+@on_ranks(2)
+def test_what_torch_returns_itself_is_returned_itself():
+    """So that a hook on it is a hook on the tensor."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    calls = [
+        lambda x: x.flatten(),
+        lambda x: x.flatten(0, 0),
+        lambda x: x.sum_to_size(x.shape),
+        lambda x: torch.broadcast_tensors(x)[0],
+        lambda x: x.to_dense(),
+        lambda x: x.contiguous(),
+    ]
+    for place in (S0, R):
+        for call in calls:
+            plain = torch.ones(3, dtype=torch.float64)
+            spread = distribute_tensor(plain, mesh, [place])
+            assert call(plain) is plain
+            assert call(spread) is spread
+            assert call(spread) is spread  # by the short way
+        matrix = distribute_tensor(torch.ones(3, 2), mesh, [place])
+        assert matrix.flatten() is not matrix
+        leaf = spread.detach().clone().requires_grad_()
+        seen = []
+        leaf.flatten().register_hook(seen.append)
+        (leaf * 2 + leaf.flatten()).sum().backward()
+        torch.testing.assert_close([g.full_tensor() for g in seen], [torch.full((3,), 3.0, dtype=torch.float64)])

@@ -79,6 +79,21 @@ def embedding(table):
         return F.embedding(torch.tensor([1, 0, 1, 4]), table).pow(3).sum()
 
 
+def overwritten(x, value):
+    """Of some shards nothing is left, of others all."""
+    y = x.roll(1, 1)
+    y[2:] = 2.0
+    y[:1] = value
+    return y.pow(3).sum()
+
+
+def view_of_changed(x):
+    y = x * x
+    view = y.view(-1)
+    y.exp_()
+    return view[0:1].pow(3).sum()
+
+
 CALLS = {
     "contraction": (contraction, [(4, 8), (5, 8)]),
     "a contraction with empty shards": (contraction, [(1, 3), (1, 3)]),
@@ -94,6 +109,9 @@ CALLS = {
     "convolution": (lambda x, w: F.conv1d(x, w).pow(3).sum(), [(2, 4, 5), (3, 4, 2)]),
     "embedding": (embedding, [(5, 3)]),
     "moves": (lambda x: (x.t().reshape(-1)[2:7].flip(0).cumsum(0)).pow(3).sum(), [(4, 3)]),
+    "overwritten shards": (overwritten, [(3, 2), (2,)]),
+    "a view of a changed tensor": (view_of_changed, [(4, 2)]),
+    "a view of a changed tensor with empty shards": (view_of_changed, [(1, 1)]),
     "attention": (attention, [(1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)]),
     "attention with an empty shard": (attention, [(1, 1, 1, 2), (1, 1, 3, 2), (1, 1, 3, 2)]),
 }
@@ -117,6 +135,22 @@ def test_gradients_of_gradients_are_those_of_one_device(name):
     operands = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     for places in dict.fromkeys(placements_for(shapes)):
         check(call, operands, mesh, [[place] for place in places])
+
+
+@on_ranks(2)
+def test_attention_whose_kernel_is_not_chosen():
+    """The fused kernel has no second derivative, but a rank without queries does not call it: none may."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    operands = [draw(1, 2, 3, 4, seed=i) for i in range(3)]
+
+    def call(*leaves):
+        if isinstance(leaves[0], DTensor):
+            return F.scaled_dot_product_attention(*leaves).square().sum()
+        return attention(*leaves)
+
+    check(call, operands, mesh, [[S0], [S0], [S0]])
+    with pytest.raises(RuntimeError, match="derivative for .*attention.* is not implemented"):
+        check(call, operands, mesh, [[R], [R], [R]])  # the control, on all ranks alike
 
 
 @on_ranks(4)

@@ -193,8 +193,7 @@ class Planned:
         if self._here is not None:
             kwargs = self._op.arguments(self._called, args, platform.named(kwargs))
             func, given = cast(Any, self._op.local), (self._here,)
-        where_empty = self._empty and not self._inplace
-        result = platform.call_where_empty(func, given, kwargs) if where_empty else func(*given, **kwargs)
+        result = self._call_where_empty(func, given, kwargs) if self._empty else func(*given, **kwargs)
         if self._inplace:
             return tensors[0]
         ties = self._empty and not self._op.view
@@ -213,6 +212,15 @@ class Planned:
             return made[0]
         kind = type(result)
         return made if kind is list else tuple(made) if kind is tuple else kind(made)
+
+    def _call_where_empty(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The local call where some rank has a shard without elements."""
+        if self._inplace:
+            return func(*args, **kwargs)
+        if not self._op.view:
+            return platform.call_where_empty(func, args, kwargs)
+        with platform.replayed_views():
+            return platform.call_where_empty(func, args, kwargs)
 
     def _shards(self, tensors: list[DTensor]) -> list[Any]:
         """What the local call gets for each tensor."""

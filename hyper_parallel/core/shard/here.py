@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hyper_parallel.core.dtensor.layout import cut
+from hyper_parallel.core.shard.binding import BoundTensor
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.rule import BoundRule
 
@@ -40,6 +41,7 @@ class Here:
             for name, axes in plan.orders.items()
         }
         self._mesh_shape = tuple(mesh_shape)
+        self._operands = bound.operands
         self._shapes: dict[int, tuple[int, ...]] = {}
         gone = [factor.name for factor in bound.factors if factor.name in self._spans and not factor.kept]
         self.share = math.prod(self.size(name) / self.whole(name) if self.whole(name) else 1.0 for name in gone)
@@ -65,6 +67,10 @@ class Here:
         if result not in self._shapes:  # views ask at every call
             self._shapes[result] = self.plan.results[result].local_shape(self.plan.shapes[result], self.place)
         return self._shapes[result]
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """The global shape of an operand."""
+        return tuple(cast(BoundTensor, self._operands[operand]).shape)
 
     @property
     def piece(self) -> int:

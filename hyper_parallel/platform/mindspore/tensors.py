@@ -262,6 +262,9 @@ class Tensors(Platform):
         self.copy_into(target, source, non_blocking)
         return target
 
+    def assign(self, target: Any, index: Any, value: Any) -> Any:
+        return self.operator("setitem")(target, index, value)
+
     def is_dense(self, tensor: Any) -> bool:
         return self.is_tensor(tensor)  # sparse ones of MindSpore are no Tensor
 

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import grad_mode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.platform.error_codes import coded
@@ -252,6 +254,11 @@ class Tensors(Platform):
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source, non_blocking)
 
+    def assign(self, target: Any, index: Any, value: Any) -> Any:
+        # torch drops the graph of a tensor that is replaced as a whole, but not that of the base of a view.
+        target.view_as(target)[index] = value
+        return target
+
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
             raise ValueError(
@@ -261,6 +268,10 @@ class Tensors(Platform):
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
+
+    def replayed_views(self) -> AbstractContextManager[Any]:
+        # A view whose base was changed is else taken again by as_strided, whose gradient is cut off if it is empty.
+        return grad_mode._force_original_view_tracking(True)
 
     def recording(self, on: bool) -> AbstractContextManager[Any]:
         return torch.set_grad_enabled(on)
@@ -287,11 +298,22 @@ class Tensors(Platform):
     ) -> Any:
         return func(*args, **(kwargs or {}))
 
+    def attention_by_operators(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(SDPBackend.MATH)
+
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
         return ties.tied(result, [x for x in operands if self.is_recorded(x) and x.is_floating_point()])
 
     def is_dense(self, tensor: Any) -> bool:
         return tensor.layout is torch.strided
+
+    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:
+        tensor = torch.empty_strided(tuple(shape), tuple(strides), device="meta")
+        try:
+            tensor.view(tuple(new_shape))
+        except RuntimeError:
+            return False
+        return True
 
     def is_meta(self, tensor: Any) -> bool:
         return bool(tensor.is_meta)

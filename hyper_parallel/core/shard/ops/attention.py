@@ -10,7 +10,7 @@ dropout           the same on copies of a shard, others on other shards
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.random import seed_of_piece
@@ -48,8 +48,15 @@ def _attention_of_shard(here: Here, query: Any, key: Any, value: Any, dropout_p:
         key, value = key[..., :stop, :], value[..., :stop, :]
         seen = platform.ones((here.size("s"), stop), dtype=platform.str_to_dtype("bool"), device=query.device)
         more |= {"attn_mask": seen.tril(start), "is_causal": False}
-    with draws:
+    with draws, _alike_on_all_ranks(here, query, key, value):
         return here.function(query, key, value, dropout_p=dropout_p, **more)
+
+
+def _alike_on_all_ranks(here: Here, *operands: Any) -> AbstractContextManager[Any]:
+    """Where some rank has no query, what it returns can be differentiated twice; so that of the others must be."""
+    is_empty = here.plan.results[0].is_empty_somewhere(here.plan.shapes[0])
+    recorded = is_empty and any(map(platform.is_recorded, operands))
+    return platform.attention_by_operators() if recorded else nullcontext()
 
 
 def _attention_as_it_is(here: Here, dropout_p: float, is_causal: bool, **_: Any) -> Callable[..., Any] | None:

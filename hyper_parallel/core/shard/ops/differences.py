@@ -128,6 +128,8 @@ def _unravel_index(indices: Any, shape: Any) -> Any:
 def _sum_to_size(input: Any, size: Any) -> Any:
     """The inverse of expand: what it would repeat is added up."""
     wanted, ndim = ints(size), len(input.shape)
+    if wanted == tuple(input.shape):
+        return input
     aligned = (1,) * (ndim - len(wanted)) + wanted
     if len(wanted) > ndim or any(asked not in (1, have) for asked, have in zip(aligned, input.shape, strict=True)):
         raise RuntimeError(f"size {list(wanted)} is not expandable to size {list(input.shape)}")

@@ -212,8 +212,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     pieces = [chosen.within(*span) for chosen, span in zip(ranges, spans, strict=True)]
     own = tuple(piece for piece, _ in pieces)
     if not isinstance(value, DTensor) and not input._layout.is_partial():
-        input._local[own] = value
-        hold(input, None)
+        hold(input, platform.assign(input._local, own, value))
         return
     value = _stretched(_filled(value, input), _region(items, ranges), input)
     value = value.reshape([chosen.length for chosen in ranges])
@@ -222,7 +221,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     parts = [ALL if cut else part for cut, (_, part) in zip(layout.dim_axes, pieces, strict=True)]
     # A rank that has nothing of it writes nothing, but stays in the graph for the sum of the gradient.
     part = platform.operator("getitem")(given, tuple(parts))
-    hold(input, platform.operator("setitem")(input._local, own, part))
+    hold(input, platform.assign(input._local, own, part))
 
 
 def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[_Range]:

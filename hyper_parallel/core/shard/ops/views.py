@@ -17,6 +17,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.shard.here import Here
+from hyper_parallel.core.shard.ops.aliasing import contiguous_shard, reshape_shard
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.platform import get_platform
@@ -143,12 +144,29 @@ def _ravel(input: Any) -> Ruled:
     return reshaped(tuple(input.shape), (math.prod(input.shape),))
 
 
+def _ravel_shard(here: Here, input: Any) -> Any:
+    return contiguous_shard(here.operand_shape(0), input).reshape(here.shape())
+
+
 def _flatten(input: Any, start_dim: int, end_dim: int) -> Ruled:
     shape = tuple(input.shape)
     start, end = positions((start_dim, end_dim), len(shape))
     if start > end:
         raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
     return reshaped(shape, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+
+
+def _flatten_shard(here: Here, input: Any, start_dim: int, end_dim: int) -> Any:
+    ready = _to_flat(here, input, start_dim, end_dim)
+    return ready(input)
+
+
+def _to_flat(here: Here, input: Any, start_dim: int, end_dim: int) -> Callable[..., Any]:
+    """A single dim is flat already: the tensor itself, as torch gives it, with its hooks."""
+    ndim = len(input.shape)
+    if ndim and positions(start_dim, ndim) == positions(end_dim, ndim):
+        return lambda input, *_, **__: input
+    return reshape_shard(here)
 
 
 def _unflatten(input: Any, dim: int, sizes: Any) -> Ruled:
@@ -174,7 +192,7 @@ def _as_view(here: Here, input: Any, **_: Any) -> Any:
 
 
 def _as_shape(here: Here, input: Any, **_: Any) -> Any:
-    return input.reshape(here.shape())
+    return reshape_shard(here)(input)
 
 
 def _to_view(here: Here, shape: Any = (), dtype: Any = None, **_: Any) -> Callable[..., Any] | None:
@@ -183,14 +201,13 @@ def _to_view(here: Here, shape: Any = (), dtype: Any = None, **_: Any) -> Callab
 
 
 def _to_shape(here: Here, **_: Any) -> Callable[..., Any]:
-    size = here.shape()
-    return lambda input, *_, **__: input.reshape(size)
+    return reshape_shard(here)
 
 
 operator("view", "input, *shape, dtype=None", _view, local=_view_of_shard, ready=_to_view, view=True)
 operator("reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view="maybe")
-operator("ravel", "input", _ravel, local=_as_shape, ready=_to_shape, view="maybe")
-operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_as_shape, ready=_to_shape, view="maybe")
+operator("ravel", "input", _ravel, local=_ravel_shard, view="maybe")
+operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_flatten_shard, ready=_to_flat, view="maybe")
 operator("unflatten", "input, dim, sizes", _unflatten, local=_as_view, ready=_to_view, view=True)
 operator("squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True)
 operator("unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True)
@@ -293,7 +310,7 @@ def _broadcast_tensors(input: Sequence[Any]) -> tuple[Any, ...]:
     ndim = max(map(len, shapes))
     aligned = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
     common = [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
-    return tuple(one.expand(common) for one in input)
+    return tuple(one if tuple(one.shape) == tuple(common) else one.expand(common) for one in input)
 
 
 def _meshgrid(input: Sequence[Any], indexing: str | None) -> tuple[Any, ...]:
@@ -370,11 +387,19 @@ operator("as_strided as_strided_copy as_strided_scatter resize resize_as set", "
 
 
 def _contiguous(input: Any, memory_format: Any) -> Any:
-    """The tensor itself where its shard is contiguous already, as a plain tensor does it."""
-    options = {} if memory_format is None else {"memory_format": memory_format}
-    local = input._local.contiguous(**options)
+    """The tensor itself where it is contiguous already, as a plain tensor does it."""
+    if memory_format is None:
+        local = contiguous_shard(tuple(input._shape), input._local)
+    else:
+        local = input._local.contiguous(memory_format=memory_format)
     return input if local is input._local else DTensor(local, input._layout, input._shape)
 
 
+def _to_dense(input: Any, dtype: Any, **_: Any) -> Any:
+    """The tensor itself, which is never sparse."""
+    return input if dtype is None else input.to(dtype)
+
+
 operator("contiguous", "input, *, memory_format=None", handler=_contiguous)
+operator("to_dense", "input, dtype=None, *, masked_grad=None", handler=_to_dense)
 operator("clone", "input, *, memory_format=None", move("... -> ..."))

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether reshaping gives a view or a copy: on a shard the same as on one device.
+
+A shard may be reshaped without a copy where the whole cannot: a dim of which this rank has one index, or nothing, can
+be merged with any other. A change in place would then reach the base here and not on one device, so a copy is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.shard.here import Here
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+
+Sizes = tuple[int, ...]
+
+
+def reshape_shard(here: Here) -> Callable[..., Any]:
+    """The reshaping of a shard to this rank's piece of the result."""
+    size = here.shape()
+    if not platform.counts_changes:
+        return lambda shard, *_, **__: shard.reshape(size)
+    whole, new = here.operand_shape(0), tuple(here.plan.shapes[0])
+    local = tuple(here.plan.operands[0].local_shape(whole, here.place))
+    usual = _contiguous_strides(local)
+
+    def reshape(shard: Any, *_: Any, **__: Any) -> Any:
+        result, strides = shard.reshape(size), shard.stride()
+        copied = strides != usual and _is_view_of_shard_alone(whole, local, strides, new, size)
+        return result.clone() if copied else result
+
+    return reshape
+
+
+def contiguous_shard(whole: Sizes, shard: Any) -> Any:
+    """The shard itself where the whole, of that shape, would be contiguous; else a copy."""
+    local = shard.contiguous()
+    if local is not shard or not platform.counts_changes:
+        return local
+    strides = _strides_of_whole(whole, tuple(shard.shape), shard.stride())
+    steps = zip(whole, strides, _contiguous_strides(whole), strict=True)
+    return shard if all(size == 1 or stride == usual for size, stride, usual in steps) else shard.clone()
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_view_of_shard_alone(whole: Sizes, local: Sizes, strides: Sizes, new: Sizes, size: Sizes) -> bool:
+    """Whether a shard with these strides has a view of that size, but the whole has none of its new shape."""
+    if strides == _contiguous_strides(local) or not platform.can_view(local, strides, size):
+        return False
+    return not platform.can_view(whole, _strides_of_whole(whole, local, strides), new)
+
+
+def _contiguous_strides(sizes: Sizes) -> Sizes:
+    return tuple(math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+def _strides_of_whole(whole: Sizes, local: Sizes, strides: Sizes) -> Sizes:
+    """The strides of a whole whose dims lie in memory in the order in which those of its shard do."""
+    found = []
+    for dim, stride in enumerate(strides):
+        inner = [i for i, other in enumerate(strides) if 0 < other < stride or (other == stride and i > dim)]
+        grown = math.prod(max(whole[i], 1) for i in inner)
+        found.append(stride * grown // math.prod(max(local[i], 1) for i in inner))
+    return tuple(found)
