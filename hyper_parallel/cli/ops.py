@@ -262,7 +262,7 @@ def _check(what: str, shapes: str | None, given: Sequence[str]) -> None:
     arguments = dict(_assignment(text) for text in given)
     operands = _operands(op, shapes)
     from hyper_parallel.testing import check_rule
-    from hyper_parallel.testing.rule_check import MESHES
+    from hyper_parallel.testing.rules.check import MESHES
 
     def with_arguments(*tensors: Any) -> Any:
         # What autograd functions take has no names.

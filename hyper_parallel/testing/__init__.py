@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.testing.pool import RankError, close_ranks, on_ranks, preload, run_ranks
 
 if TYPE_CHECKING:
-    from hyper_parallel.testing.rule_check import check_rule, choices_of
+    from hyper_parallel.testing.rules.check import check_rule, choices_of
 
 __all__ = ["RankError", "check_rule", "choices_of", "close_ranks", "on_ranks", "preload", "run_ranks"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("check_rule", "choices_of"):  # they need a framework, the ranks do not
-        from hyper_parallel.testing import rule_check
+        from hyper_parallel.testing.rules import check
 
-        return getattr(rule_check, name)
+        return getattr(check, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,12 @@ import torch
 from rules.cases import CASES
 from rules.operators import SIZES, draw
 
+from hyper_parallel.core.shard.arguments import flat
 from hyper_parallel.core.shard.execution import _tied
-from hyper_parallel.testing.rule_check import _Caught, _Comparison, _fits, flat
+from hyper_parallel.testing.rules.call import CaughtCall
+from hyper_parallel.testing.rules.check import fits
+from hyper_parallel.testing.rules.choice import OneChoice
+from hyper_parallel.testing.rules.pieces import Pieces
 
 MESH = (4,)
 
@@ -35,12 +39,11 @@ def kept(caught, choice, rank, shards):
 @pytest.mark.parametrize("case", [case for case in CASES if "uneven" in case.sizes], ids=lambda case: case.name)
 def test_every_rank_keeps_the_same_operands(case):
     arrays = draw(case, SIZES["uneven"], np.random.default_rng(0))
-    caught = _Caught(case.call, arrays, MESH)
+    caught = CaughtCall(case.call, arrays, MESH)
     for choice in caught.bound.choices():
-        if choice.kind == "shard" and _fits(caught.bound, (choice,), MESH):
-            comparison = _Comparison(caught, (choice,), MESH, np.random.default_rng(0), 0.0)
-            places = comparison._places("operands")
-            pairs = zip(caught.ours, caught.rules, strict=True)
-            held = [comparison._cut(flat(arrays)[ours], places[rules], MESH) for ours, rules in pairs]
-            first, last = (kept(caught, choice, rank, [pieces[rank] for pieces in held]) for rank in (0, 3))
+        if choice.kind == "shard" and fits(caught.bound, (choice,), MESH):
+            pieces = Pieces(MESH, np.random.default_rng(0), 0.0)
+            places = OneChoice(caught, (choice,), pieces).of_operands("operands")
+            held = [pieces.cut(flat(arrays)[i], place) for i, place in zip(caught.ours, places, strict=True)]
+            first, last = (kept(caught, choice, rank, [shards[rank] for shards in held]) for rank in (0, 3))
             assert first == last, str(choice)
