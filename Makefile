@@ -7,7 +7,7 @@ MINDSPORE_STAMP := .venv/.mindspore-installed
 # Processes start twice as fast where what they import has been compiled: the first that imports it writes that down.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo tour test test-torch test-mindspore thorough check lint types format docs operators programs bench fuzz kills clean
+.PHONY: help demo tour test test-torch test-mindspore thorough newest check lint types format docs operators programs bench fuzz kills clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -50,6 +50,14 @@ test-mindspore: $(MINDSPORE_STAMP)  ## the tests that run on MindSpore, and thos
 
 thorough: export HYPER_PARALLEL_THOROUGH := 1
 thorough: test  ## the same with more that is drawn at random, and every combination: half an hour and more
+
+# On its own: on Linux the newest build brings several GB of CUDA packages along.
+newest:  ## the tests with the newest torch that the registry has, in an environment of its own
+	$(PYTHON) -m venv build/newest
+	grep -vE '^(torch|sympy|filelock|fsspec|networkx)==' constraints.txt > build/newest/constraints.txt
+	PIP_CONSTRAINT=build/newest/constraints.txt build/newest/bin/pip install --quiet --upgrade -e '.[torch,dev,cli,demo,models]'
+	build/newest/bin/python -c 'import torch; print("torch", torch.__version__)'
+	build/newest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint types  ## formatting, lint, types
 
