@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A001, A002 - operands have the names that torch gives them
+# ruff: noqa: A002 - operands have the names that torch gives them
 """Softmax and losses. A mean over a batch that is cut is exact, however much the pieces differ in size.
 
 mse_loss        "..., ... ->"            a local mean for its share of the global count
