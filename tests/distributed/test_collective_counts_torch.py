@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor as native
-import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch.distributed.device_mesh import init_device_mesh as init_native_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import hyper_parallel
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
