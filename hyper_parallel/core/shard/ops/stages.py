@@ -261,7 +261,8 @@ def joined_exponentials(bests: Any, sums: Any, dim: Dims) -> tuple[Any, Any]:
 def moments_in_stages(input: DTensor, dims: Dims) -> tuple[DTensor, DTensor]:
     """(the sum of squared deviations from the mean, the mean) over dims that are cut, both with dims of one.
 
-    A rank tells how many elements it has, their mean and the squares about that: as exact as two passes.
+    A rank tells how many elements it has, their mean in two numbers, rounded and what that lacks, and the squares about
+    it: so the difference of two means is not lost in their rounding, and the result is as exact as by two passes.
     """
     parts = platform.call_where_empty(_moments, (input.to_local(), dims), {})
     gathered = gather_together(input, dims, *parts)
@@ -269,19 +270,25 @@ def moments_in_stages(input: DTensor, dims: Dims) -> tuple[DTensor, DTensor]:
     return squares, mean
 
 
-def _moments(shard: Any, dims: Dims) -> tuple[Any, Any, Any]:
+def _moments(shard: Any, dims: Dims) -> tuple[Any, Any, Any, Any]:
     count, total = math.prod(shard.shape[dim] for dim in dims), platform.operator("sum")
-    mean = total(shard, dims, True) / max(1, count)
+    # A constant: about any other number the squares of all ranks add up to the same.
+    mean = total(platform.detach(shard), dims, True) / max(1, count)
     off = shard - mean
-    return platform.full_like(platform.detach(mean), count), mean, total(off * off, dims, True)
+    rest = total(off, dims, True) / max(1, count)
+    off = off - rest
+    return platform.full_like(mean, count), mean, rest, total(off * off, dims, True)
 
 
-def joined_moments(counts: Any, means: Any, squares: Any, dim: Dims) -> tuple[Any, Any]:
+def joined_moments(counts: Any, means: Any, rests: Any, squares: Any, dim: Dims) -> tuple[Any, Any]:
     """The squares about the common mean, and that mean, of the ranks' own."""
     total = platform.operator("sum")
-    mean = total(means * (counts / total(counts, dim, True)), dim, True)
-    off = means - mean
-    return total(squares + counts * off * off, dim, True), mean
+    shares = counts / total(counts, dim, True)
+    center = total(means * shares, dim, True)
+    off = (means - center) + rests
+    rest = total(off * shares, dim, True)
+    off = off - rest
+    return total(squares + counts * off * off, dim, True), center + rest
 
 
 def _joined(dim: Dims, **operands: Any) -> Ruled:
@@ -289,4 +296,4 @@ def _joined(dim: Dims, **operands: Any) -> Ruled:
 
 
 operator("joined_exponentials", "bests, sums, dim", _joined)
-operator("joined_moments", "counts, means, squares, dim", _joined)
+operator("joined_moments", "counts, means, rests, squares, dim", _joined)
