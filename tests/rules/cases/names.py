@@ -34,14 +34,18 @@ def case_of(name, count):
     return OpCase(f"{name}, by name", lambda *x: function(*x, *more), shapes, ints=ints, positive=positive)
 
 
-def is_like(op, rule):
-    """Whether an operator of the table has this rule, whatever it says of orders."""
+DEPENDS = {"neg": pointwise.SCALED}  # on the dtype: what it is for these operands
+
+
+def is_like(name, op, rule):
+    """Whether an operator has this rule, whatever the table says of orders."""
     own = op.family == pointwise.__name__ and isinstance(op.rule, Rule)
-    return own and replace(op.rule, orders=(), finite=False) == rule
+    alike = own and replace(op.rule, orders=(), finite=False) == rule
+    return alike or op.rule is rule or DEPENDS.get(name) is rule
 
 
 NAMES = {
-    kind: [name for name, op in OPERATORS.items() if is_like(op, rule) and name not in ELSEWHERE]
+    kind: [name for name, op in OPERATORS.items() if is_like(name, op, rule) and name not in ELSEWHERE]
     for kind, (rule, _) in RULES.items()
 }
 BY_NAME = {kind: [case_of(name, RULES[kind][1]) for name in names] for kind, names in NAMES.items()}
