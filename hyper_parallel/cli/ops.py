@@ -212,6 +212,10 @@ def _explained(rule: Rule) -> Iterator[str]:
     kinds = " or ".join(rule.carries)
     passes = f"a pending {kinds} passes in {'; or in '.join(groups)}" if groups else "nothing: it is reduced first"
     yield f"    {'pending':<12}{passes}"
+    for order in rule.orders:
+        having = " and ".join(f"operand {i}" for i in order.operands)
+        becomes = "" if order.result == order.op else f" as a {order.result}"
+        yield f"    {'':<12}a pending {order.op} passes in {having}{becomes} while no gradient is recorded"
 
 
 # --- the rules of an operator whose rule depends on its arguments

@@ -28,7 +28,19 @@ from hyper_parallel.core.shard.arguments import (
     one_mesh,
     with_values,
 )
-from hyper_parallel.core.shard.execution import Back, Direct, Handled, Into, Move, Planned, Reduced, Run, Whole, fast
+from hyper_parallel.core.shard.execution import (
+    Back,
+    Direct,
+    Handled,
+    Into,
+    Move,
+    Ordered,
+    Planned,
+    Reduced,
+    Run,
+    Whole,
+    fast,
+)
 from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
@@ -195,7 +207,11 @@ class Dispatcher:
             place = mesh.own_coordinate(called.name)
             here = Here(bound, made, mesh.mesh_shape, place, _function(func, called.name))
         moves = _moves(tensors, operands, made)
-        return Planned(func, called, op, made, here).bind(moves, tensors, args, kwargs, inplace)
+        planned = Planned(func, called, op, made, here).bind(moves, tensors, args, kwargs, inplace)
+        if all(choice.kind != "order" for choice in made.choices):
+            return planned
+        reduced = Reduced(self.dispatch, func, called, inplace, of_all=True).run
+        return Ordered(planned, Back(self.dispatch, called).run if inplace else reduced, bound.rule.finite).run
 
     def _planned(self, called: Called, way: str) -> None:
         if self.on_plan is not None:

@@ -377,18 +377,22 @@ class Back:
 
 
 class Reduced:
-    """A call on the values of tensors in which more than a sum is pending and that gradients flow through."""
+    """A call on the values of tensors in which more than a sum is pending: of those that gradients flow through, or
+    ``of_all``."""
 
-    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called, inplace: bool) -> None:
+    def __init__(
+        self, dispatch: Callable[..., Any], func: Any, called: Called, inplace: bool, *, of_all: bool = False
+    ) -> None:
         self._dispatch, self._func, self._called, self._inplace = dispatch, func, called, inplace
+        self._of_all = of_all
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments; the target of a change in place stays as it lies."""
         if MODES.explicit:
             for number, tensor in enumerate(tensors):
-                if waits_for_value(tensor):
+                if self._is_reduced(tensor):
                     check_explicit(self._called.name, tensor, number, tensor._layout.reset_partial())
-        given = [tensor.gradient_source() for tensor in tensors]
+        given = [self._value(tensor) for tensor in tensors]
         if self._inplace:
             given[0] = tensors[0]
         values = iter(given)
@@ -398,6 +402,45 @@ class Reduced:
             for one in result if isinstance(result, (list, tuple)) else (result,):
                 one._copy_of = self._called.name
         return result
+
+    def _is_reduced(self, tensor: DTensor) -> bool:
+        return has_other_than_sum(tensor._layout) if self._of_all else waits_for_value(tensor)
+
+    def _value(self, tensor: DTensor) -> DTensor:
+        if waits_for_value(tensor) or not self._is_reduced(tensor):
+            return tensor.gradient_source()
+        layout = tensor._layout.reset_partial()
+        return DTensor(local_for(tensor, layout), layout, tensor._shape)
+
+
+class Ordered:
+    """A call that may leave a maximum or minimum pending, decided when it runs.
+
+    It is taken first where gradients are recorded: they are those of the value. And where another operand, which
+    every rank has, holds an infinity: what is added to that on a rank that does not have the maximum may be a nan.
+    """
+
+    def __init__(self, kept: Run, reduced: Run, finite: bool) -> None:
+        self._kept, self._reduced, self._finite = kept, reduced, finite
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        recorded = any(platform.is_recorded(tensor._local) for tensor in tensors)
+        is_taken = recorded or (self._finite and _may_meet_infinity(tensors, (*args, *kwargs.values())))
+        run = self._reduced if is_taken else self._kept
+        return run(tensors, args, kwargs)
+
+
+LARGE = 65504.0  # the largest number of the smallest floating-point dtype
+
+
+def _may_meet_infinity(tensors: Sequence[DTensor], arguments: Sequence[Any]) -> bool:
+    """Whether a number or a tensor without a pending reduction is, or becomes in the dtype of the others, infinite."""
+    if any(isinstance(value, (int, float)) and not abs(value) <= LARGE for value in arguments):
+        return True
+    pending = [tensor for tensor in tensors if has_other_than_sum(tensor._layout)]
+    others = [tensor._local.to(pending[0]._local.dtype) for tensor in tensors if not has_other_than_sum(tensor._layout)]
+    return any(bool(platform.operator("isinf")(shard).any()) for shard in others)
 
 
 def _is_view(called: Called) -> bool:

@@ -42,7 +42,8 @@ Places = tuple[Place | tuple[Place, ...] | None, ...]  # one a tensor; a tuple f
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one axis does: ``kind`` is "unused", "shard" (the factor) or "carry" (a Partial through the operator).
+    """What one axis does: ``kind`` is "unused", "shard" (the factor), "carry" (a Partial through the operator) or
+    "order" (a maximum or minimum through an operator that keeps or reverses the order, where nothing is recorded).
 
     ``grads_in``: how each result's gradient arrives; ``grads_out``: how each operand's gradient leaves. The gradient
     R of a tensor that is P(op) is that of the reduced value; the reduction's backward makes of it each part's own:
@@ -65,13 +66,34 @@ def _print(places: Places) -> str:
     return ", ".join(f"[{_print(place)}]" if isinstance(place, tuple) else str(place) for place in places)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a maximum or minimum that is pending passes: these operands have it, and the result has another or it."""
+
+    operands: tuple[int, ...]
+    op: str
+    result: str
+
+
+def rising(*operands: int) -> tuple[Order, ...]:
+    """No larger value of any of these operands, each alone, gives a smaller result."""
+    return tuple(Order((operand,), op, op) for operand in operands for op in ("max", "min"))
+
+
+def falling(*operands: int) -> tuple[Order, ...]:
+    """No larger value of any of these operands, each alone, gives a larger result."""
+    pairs = ("max", "min"), ("min", "max")
+    return tuple(Order((operand,), *pair) for operand in operands for pair in pairs)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule's text, how a vanishing factor's parts are put together, and where a Partial may pass.
 
     ``linear``: groups of operands; a Partial passes when every operand of a group is Partial and the others are
     Replicate. Added operands ("+") join every group. ``carries``: the kinds of Partial that pass. ``broadcast``:
-    which dims of size one stretch: those of "..." and of added operands ("rest"), "all" or "none".
+    which dims of size one stretch: those of "..." and of added operands ("rest"), "all" or "none". ``orders``: where a
+    maximum or minimum passes while no gradient is recorded; ``finite``: and the other operands hold no infinity.
     """
 
     text: str
@@ -79,6 +101,8 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()
     carries: tuple[str, ...] = ("sum", "avg")
     broadcast: str = "rest"
+    orders: tuple[Order, ...] = ()
+    finite: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", str(parse(self.text)))  # one rule, one spelling
@@ -114,6 +138,7 @@ class Rule:
         yield from (("carries", op, REDUCE_OPS) for op in self.carries)
         operands = range(len(self.notation.operands))
         yield from (("linear", operand, operands) for group in self.linear for operand in group)
+        yield from (("orders", operand, operands) for order in self.orders for operand in order.operands)
 
     def _check_lookups(self) -> None:
         for name, mark in self.notation.marks.items():
@@ -139,15 +164,17 @@ class Rule:
 Groups = int | Iterable[int | tuple[int, ...]]
 
 
-def pointwise(text: str | int, linear: Groups = ()) -> Rule:
+def pointwise(text: str | int, linear: Groups = (), *, orders: tuple[Order, ...] = (), finite: bool = False) -> Rule:
     """Element by element; an int n is n operands that broadcast. Nothing vanishes.
 
-    ``linear``: ``0``, ``[0, 1]`` (in 0 or in 1) or ``[(0, 1)]`` (in 0 and 1 together).
+    ``linear``: ``0``, ``[0, 1]`` (in 0 or in 1) or ``[(0, 1)]`` (in 0 and 1 together). ``orders``: such as
+    ``rising(0)``; a nan must stay one.
     """
     if isinstance(text, int):
         text = f"{', '.join([REST] * text)} -> {REST}"
     groups = (linear,) if isinstance(linear, int) else linear
-    rule = Rule(text, linear=tuple((group,) if isinstance(group, int) else group for group in groups))
+    linear = tuple((group,) if isinstance(group, int) else group for group in groups)
+    rule = Rule(text, linear=linear, orders=orders, finite=finite)
     _require_kept("pointwise", rule)
     return rule
 
@@ -243,7 +270,9 @@ class BoundRule:
         sharded = (self._shard(factor) for factor in self.factors if not factor.whole)
         groups = [group for group in map(self._present, self.rule.linear) if group]
         carried = (self._carry(group, Place(op=op)) for op in self.rule.carries for group in groups)
-        return (self._unused(), *sharded, *carried)
+        pairs = ((self._present(order.operands), order) for order in self.rule.orders)
+        ordered = (self._carry(group, Place(op=order.op), Place(op=order.result)) for group, order in pairs if group)
+        return (self._unused(), *sharded, *carried, *ordered)
 
     def fits(self, name: str, *ranks: int) -> bool:
         """Whether cutting the factor over axes of so many ranks, outer first, is the same cut in every tensor.
@@ -290,13 +319,14 @@ class BoundRule:
         }
         return here | added if here - added and not self.numbers & added else set()
 
-    def _carry(self, group: set[int], partial: Place) -> Choice:
+    def _carry(self, group: set[int], partial: Place, ordered: Place | None = None) -> Choice:
         def operands(inside: Place, outside: Place) -> Any:
             return tuple(_fill(t, inside if i in group else outside) for i, t in enumerate(self.operands))
 
-        results = each(lambda _: partial, self.results)
+        results = each(lambda _: ordered or partial, self.results)
         arriving = each(lambda _: REPLICATE, self.results)
-        return Choice("carry", None, operands(partial, REPLICATE), results, arriving, operands(REPLICATE, SUM))
+        kind = "carry" if ordered is None else "order"
+        return Choice(kind, None, operands(partial, REPLICATE), results, arriving, operands(REPLICATE, SUM))
 
 
 def _fill(item: BoundTensor | tuple[BoundTensor, ...] | None, place: Place) -> Any:

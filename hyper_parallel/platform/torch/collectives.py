@@ -50,7 +50,9 @@ class Collectives(Groups):
         self._announce(lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group))
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = as_stored(data)
-        if group.size() > 2 and gloo.is_used(group, data) and gloo.is_small(data):  # a ring of two is an exchange
+        by_gloo = gloo.is_used(group, data)
+        keeps_nan = not (by_gloo and gloo.loses_nan(data, op))
+        if by_gloo and gloo.is_small(data) and not (group.size() <= 2 and keeps_nan):  # a ring of two is an exchange
             pieces = buffer.new_empty((group.size(), *buffer.shape))
             work = self._call("all_reduce", group, lambda: gloo.all_gather(pieces, buffer, group))
             return self._result(
@@ -59,6 +61,11 @@ class Collectives(Groups):
                 async_op,
             )
         native = _native_op(op, data)
+        if not keeps_nan:
+            ordered = gloo.as_ordered(buffer, op)
+            work = self._call("all_reduce", group, lambda: dist.all_reduce(ordered, native, group, async_op=True))
+            handle = Handle(work, "all_reduce", group, lambda: _copy_into(data, gloo.from_ordered(ordered, data.dtype)))
+            return self._result(data, handle, async_op)
         work = self._call("all_reduce", group, lambda: dist.all_reduce(buffer, native, group, async_op=True))
         finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
         return self._result(data, Handle(work, "all_reduce", group, finish), async_op)

@@ -74,6 +74,32 @@ def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = N
         return reduce(pieces, 0, out=output)
 
 
+def loses_nan(data: torch.Tensor, op: str) -> bool:
+    """Whether gloo's own reduction may drop a nan: it compares, and a comparison with a nan is false."""
+    return op in ("max", "min") and data.is_floating_point()
+
+
+def as_ordered(data: torch.Tensor, op: str) -> torch.Tensor:
+    """Floating-point numbers as integers of the same order, with nans beyond all others: gloo compares those right."""
+    wide = data if data.dtype in (torch.float32, torch.float64) else data.float()
+    integers = _INTEGERS[wide.dtype]
+    limits = torch.iinfo(integers)
+    bits = wide.view(integers)
+    ordered = torch.where(bits < 0, bits ^ limits.max, bits)
+    return ordered.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_ordered(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of which ``as_ordered`` made these integers."""
+    limits = torch.iinfo(ordered.dtype)
+    bits = torch.where(ordered < 0, ordered ^ limits.max, ordered)
+    return bits.view(_FLOATS[ordered.dtype]).to(dtype)
+
+
+_FLOATS = {torch.int32: torch.float32, torch.int64: torch.float64}
+_INTEGERS = {number: integer for integer, number in _FLOATS.items()}
+
+
 def is_small(data: torch.Tensor) -> bool:
     """Whether turns cost more than bytes."""
     return data.nbytes <= SMALL

@@ -22,6 +22,7 @@ from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicate
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.scatters import is_mask, put, put_at_, with_indices
+from hyper_parallel.core.shard.ops.slices import is_small_part, take_small_part
 from hyper_parallel.core.shard.ops.stages import is_cut
 from hyper_parallel.core.shard.ops.views import moved
 from hyper_parallel.core.shard.rule import Rule
@@ -87,8 +88,14 @@ def _settled(item: Any, input: Any) -> Any:
 def _getitem(input: Any, index: Any) -> Any:
     items = spread(index, len(input.shape))
     if all(map(_is_basic, items)):
+        if is_small_part(input, items):
+            return _take_small_part
         return _basic_rule(tuple(input.shape), items)
     return _read if all(map(_is_known, items)) else None
+
+
+def _take_small_part(input: Any, index: Any) -> Any:
+    return take_small_part(input, spread(index, len(input.shape)))
 
 
 def _basic_rule(shape: Sequence[int], items: Sequence[Any]) -> Ruled:

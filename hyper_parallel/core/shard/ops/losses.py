@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: A001, A002 - operands have the names that torch gives them
+# ruff: noqa: A002 - operands have the names that torch gives them
 """Softmax and losses. A mean over a batch that is cut is exact, however much the pieces differ in size.
 
 mse_loss        "..., ... ->"            a local mean for its share of the global count
@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.class_losses import LONG, class_dim, losses_of_cut_classes
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import elementwise, extreme_in_stages, is_cut, reduced_dims, wide
+from hyper_parallel.core.shard.ops.stages import elementwise, exponentials_in_stages, is_cut, reduced_dims, wide
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -37,24 +37,26 @@ def _whole_or(handler: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _exponentials(input: Any, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
-    """What is below the maximum of all ranks, its exponentials, and their sum over all ranks."""
-    input = input.reduce_partial().to(wide(dtype))  # so many may be added that half precision overflows
-    with platform.no_grad():
-        top = extreme_in_stages("amax", input, dim, keepdim=True)
-    below = input - top
-    scaled = call("exp")(below)
-    return below, scaled, call("sum")(scaled, dim, True).reduce_partial()
-
-
 def _softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    _, scaled, total = _exponentials(input, dim, dtype or input.dtype)
-    return (scaled / total).to(dtype or input.dtype)
+    values = _wide_values(input, dtype)
+    top, total, scaled = exponentials_in_stages(values, reduced_dims(input, dim))
+    return (scaled / _known(total, top)).to(dtype or input.dtype)
 
 
 def _log_softmax(input: Any, dim: int, dtype: Any, **_: Any) -> Any:
-    below, _, total = _exponentials(input, dim, dtype or input.dtype)
-    return (below - elementwise(lambda x: x.log(), total)).to(dtype or input.dtype)
+    values = _wide_values(input, dtype)
+    top, total, _ = exponentials_in_stages(values, reduced_dims(input, dim))
+    return (values - top - elementwise(lambda x: x.log(), _known(total, top))).to(dtype or input.dtype)
+
+
+def _wide_values(input: Any, dtype: Any) -> Any:
+    """In a dtype in which so many may be added that half precision overflows."""
+    return input.reduce_partial().to(wide(dtype or input.dtype))
+
+
+def _known(total: Any, top: Any) -> Any:
+    """The sum, or a nan where the largest is not finite: then nothing has a share, as in torch."""
+    return total + elementwise(lambda x: x - x, top)
 
 
 def _softmin(input: Any, dim: int, dtype: Any, **_: Any) -> Any:

@@ -15,7 +15,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import cut
 from hyper_parallel.core.shard.arguments import replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import is_cut, parts_of
+from hyper_parallel.core.shard.ops.stages import gather_with_integers, is_cut
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
@@ -54,7 +54,7 @@ def _best_in_stages(input: Any, k: int, dim: int, largest: bool, sorted: bool) -
     (at,) = positions(dim, len(input.shape))
     start, _ = input.layout.shard_of(input.shape)[at]
     best, index = call("topk")(input.to_local(), k, at, largest, False)
-    values, indices = (parts_of(input, (at,), part) for part in (best, index + start))
+    values, indices = gather_with_integers(input, (at,), best, index + start, input.shape[at])
     return DTensor.dispatch(best_of, (values, indices, k, at, largest, sorted), {})
 
 

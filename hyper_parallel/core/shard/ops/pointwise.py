@@ -9,6 +9,8 @@ A number that is added is the same on every rank and would be added once a rank,
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -16,7 +18,7 @@ from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import one_mesh
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.rule import Rule, move, pointwise
+from hyper_parallel.core.shard.rule import Order, Rule, falling, move, pointwise, rising
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -24,33 +26,44 @@ platform = get_platform()
 ONE, TWO, THREE = pointwise(1), pointwise(2), pointwise(3)
 SAME = move("... -> ...")
 SCALED = pointwise(1, linear=0)
+# A maximum of values that rise together is that of the largest: only for what is monotone on all numbers, to within
+# its own rounding, and gives a nan for a nan. So not sign, fmax or nan_to_num, and the root of a minimum alone.
+RISING = pointwise(1, orders=rising(0))
+FALLING = pointwise(1, orders=falling(0))
+SCALED_UP = pointwise(1, linear=0, orders=rising(0))
+NEGATED = pointwise(1, linear=0, orders=falling(0))
 
 # --- one tensor
 
 operator(
-    "abs acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil cos cosh "
-    "digamma erf erfc erfcx erfinv exp exp2 expit expm1 fix floor frac gammaln i0 i0e i1 i1e isfinite isinf isnan "
+    "abs acos acosh angle arccos arccosh arcsin arctanh asin atanh bitwise_not cos cosh "
+    "digamma erfcx erfinv frac gammaln i0 i0e i1 i1e isfinite isinf isnan "
     "isneginf isposinf isreal lgamma log log10 log1p log2 log_ndtr log_sigmoid logical_not ndtr ndtri entr psi "
-    "reciprocal rsqrt sgn sigmoid sign signbit sin sinc sinh softsign sqrt square tan tanh tanhshrink trunc "
+    "reciprocal rsqrt sgn sign signbit sin sinc softsign square tan tanhshrink "
     "bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 "
     "modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 airy_ai spherical_bessel_j0",
     "input",
     ONE,
 )
-operator("relu relu6 hardsigmoid hardswish mish selu silu", "input, inplace=False", ONE)
+operator("arcsinh arctan asinh atan ceil erf exp exp2 expit expm1 fix floor sigmoid sinh tanh trunc", "input", RISING)
+operator("erfc", "input", FALLING)
+operator("sqrt", "input", pointwise(1, orders=(Order((0,), "min", "min"),)))  # a negative part makes both a nan
+operator("relu relu6", "input, inplace=False", RISING)
+operator("hardsigmoid hardswish mish selu silu", "input, inplace=False", ONE)
 operator("celu elu", "input, alpha=1.0, inplace=False", ONE)
 operator("gelu", "input, approximate='none'", ONE)
 operator("hardshrink softshrink", "input, lambd=0.5", ONE)
-operator("hardtanh", "input, min_val=-1.0, max_val=1.0, inplace=False", ONE)
+operator("hardtanh", "input, min_val=-1.0, max_val=1.0, inplace=False", RISING)
 operator("leaky_relu", "input, negative_slope=0.01, inplace=False", ONE)
 operator("logit", "input, eps=None", ONE)
 operator("mvlgamma multigammaln", "input, p", ONE)
 operator("nan_to_num", "input, nan=None, posinf=None, neginf=None", ONE)
-operator("round", "input, decimals=0", ONE)
+operator("round", "input, decimals=0", RISING)
 operator("softplus", "input, beta=1, threshold=20", ONE)
 operator("threshold _threshold", "input, threshold, value, inplace=False", ONE)
 operator("frexp", "input", Rule("... -> ..., ..."))
-operator("neg deg2rad rad2deg", "input", SCALED)
+operator("neg", "input", lambda input: NEGATED if is_real(input.dtype) else SCALED)  # the least integer stays itself
+operator("deg2rad rad2deg", "input", SCALED_UP)
 operator("positive conj resolve_conj resolve_neg", "input", SAME, view="maybe")
 operator("conj_physical", "input", SCALED)
 operator("real imag", "input", SCALED, view="maybe")
@@ -87,8 +100,11 @@ def is_zero(value: Any) -> bool:
 
 # --- two tensors, or a tensor and a number
 
+EITHER = rising(0, 1)
+operator("maximum", "input, other", pointwise(2, orders=(*EITHER, Order((0, 1), "max", "max"))))
+operator("minimum", "input, other", pointwise(2, orders=(*EITHER, Order((0, 1), "min", "min"))))
 operator(
-    "eq ne lt le gt ge maximum minimum fmax fmin fmod remainder floor_divide logical_and logical_or logical_xor "
+    "eq ne lt le gt ge fmax fmin fmod remainder floor_divide logical_and logical_or logical_xor "
     "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __rlshift__ __rrshift__ atan2 arctan2 "
     "copysign hypot logaddexp logaddexp2 nextafter xlogy xlog1py gcd lcm igamma igammac gammainc gammaincc zeta "
     "rpow rfloordiv rremainder",
@@ -116,13 +132,40 @@ def _with_factor(rule: Rule, operands: list[Any], factor: Any) -> Any:
 
 
 def _sum(input: Any, other: Any, alpha: Any) -> Any:
-    # Zero is where Python's sum() begins: nothing is added, and a pending sum passes.
-    rule = SCALED if is_zero(other) else pointwise(2, linear=[(0, 1)])
-    return _with_factor(rule, [input] if rule is SCALED else [input, other], alpha)
+    if is_zero(other):  # where Python's sum() begins: nothing is added, and what is pending passes
+        return _with_factor(SCALED_UP if is_real(getattr(input, "dtype", None)) else SCALED, [input], alpha)
+    return _with_factor(TOGETHER, [input, other], alpha)
 
 
-operator("add sub", "input, other, *, alpha=1", _sum)
-operator("rsub", "input, other, alpha=1", pointwise(2, linear=[(0, 1)]))
+def _ordered(signs: tuple[int, int]) -> Callable[..., Any]:
+    """A sum of two with these signs: a maximum of one passes where all ranks have the other."""
+
+    def rule(input: Any, other: Any, alpha: Any) -> Any:
+        given = input, other
+        is_plain = isinstance(alpha, int) and alpha == 1
+        if not is_plain or (is_zero(other) and signs[0] > 0):
+            return _sum(input, other, alpha) if signs[0] > 0 else TOGETHER
+        orders: tuple[Order, ...] = ()
+        for number, sign in enumerate(signs):
+            if is_real(getattr(given[number], "dtype", None)) and _is_on_all_ranks(given[1 - number]):
+                orders += rising(number) if sign > 0 else falling(number)
+        return pointwise(2, linear=[(0, 1)], orders=orders, finite=True) if orders else TOGETHER
+
+    return rule
+
+
+def _is_on_all_ranks(value: Any) -> bool:
+    """Whether every rank of the mesh has the same, and so finds the same in it: a number without infinities."""
+    if isinstance(value, DTensor):
+        is_complex = "complex" in str(value.dtype).lower()
+        return not is_complex and all(placement.is_replicate() for placement in value.layout.placements)
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+
+
+TOGETHER = pointwise(2, linear=[(0, 1)])
+operator("add", "input, other, *, alpha=1", _ordered((1, 1)))
+operator("sub", "input, other, *, alpha=1", _ordered((1, -1)))
+operator("rsub", "input, other, alpha=1", _ordered((-1, 1)))
 operator("complex", "real, imag", pointwise(2, linear=[(0, 1)]))
 operator("mul", "input, other", pointwise(2, linear=[0, 1]))
 operator("ldexp", "input, other", pointwise(2, linear=0))
@@ -153,9 +196,9 @@ operator("isin", "elements, test_elements, *, assume_unique=False, invert=False"
 
 # --- three tensors
 
-operator("clamp clip", "input, min=None, max=None", THREE)
-operator("clamp_min", "input, min", TWO)
-operator("clamp_max", "input, max", TWO)
+operator("clamp clip", "input, min=None, max=None", pointwise(3, orders=rising(0)))
+operator("clamp_min", "input, min", pointwise(2, orders=rising(0)))
+operator("clamp_max", "input, max", pointwise(2, orders=rising(0)))
 
 
 def _added_to(rule: Rule) -> Any:
@@ -196,6 +239,12 @@ def is_inexact(dtype: Any) -> bool:
     return str(dtype).rpartition(".")[2].lower().startswith(("float", "bfloat", "double", "half", "complex"))
 
 
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one that overflows to infinity: none of eight bits, and no complex one."""
+    name = str(dtype).rpartition(".")[2].lower()
+    return is_inexact(dtype) and not name.startswith(("complex", "float8"))
+
+
 def itself(input: Any, **_: Any) -> Any:
     """The tensor that was given."""
     return input
@@ -210,6 +259,8 @@ def _cast(input: Any, dtype: Any) -> Any:
     """torch gives the tensor itself where nothing changes: what is done to it in place is seen in both."""
     if dtype == input.dtype:
         return itself
+    if is_real(dtype) and "complex" not in str(input.dtype).lower():
+        return SCALED_UP if is_inexact(input.dtype) else RISING
     return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
 
 

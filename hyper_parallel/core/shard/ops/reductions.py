@@ -19,9 +19,13 @@ from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import (
     elementwise,
+    exponentials_in_stages,
     extreme_in_stages,
+    extremes_in_stages,
+    finite,
     found_in_stages,
     is_cut,
+    moments_in_stages,
     nothing,
     parts_of,
     reduced_dims,
@@ -111,18 +115,16 @@ def _logical(name: str) -> Callable[..., Any]:
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool) -> Any:
-    dims, total = reduced_dims(input, dim), platform.operator("sum")
+    dims = reduced_dims(input, dim)
     values = input.reduce_partial().to(wide(input.dtype))  # so many may be added that half precision overflows
-    with platform.no_grad():
-        top = extreme_in_stages("amax", values, dims, keepdim=True)
-        top = elementwise(lambda x: x.masked_fill(~x.isfinite(), 0), top)
-    added = total(platform.operator("exp")(values - top), dims, keepdim).reduce_partial()
-    found = elementwise(lambda x: x.log(), added) + total(top, dims, keepdim)
+    top, total, _ = exponentials_in_stages(values, dims)
+    found = elementwise(lambda x: x.log(), total) + elementwise(finite, top)
+    found = found if keepdim else platform.operator("sum")(found, dims)  # over dims of one
     return found.to(input.dtype) if platform.is_floating_point(input.to_local()) else found
 
 
 def _aminmax(input: Any, dim: Any, keepdim: bool) -> MinMax:
-    return MinMax(*(extreme_in_stages(name, input, dim, keepdim) for name in ("amin", "amax")))
+    return MinMax(*extremes_in_stages(input, dim, keepdim))
 
 
 def _nanmean(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
@@ -209,16 +211,13 @@ def _deviation(name: str) -> Callable[..., Any]:
         dim, taken_off = _corrected(dim, unbiased, correction)
         dims, dtype = reduced_dims(input, dim), input.dtype
         input = input.reduce_partial().to(wide(dtype))
-        mean = platform.operator("mean")(input, dims, True).reduce_partial()
-        off = input - mean
+        squares, mean = moments_in_stages(input, dims)
         freedom = max(0.0, math.prod(input.shape[dim] for dim in dims) - taken_off)
-        if is_std:  # a norm has a gradient where all is alike, a root has none
-            found = _norm_in_stages(off, 2, dims, keepdim, None) / math.sqrt(freedom)
-        else:
-            found = platform.operator("sum")(off * off, dims, keepdim) / freedom
-        if not with_mean:
-            return found.to(dtype)
-        return found.to(dtype), platform.operator("sum")(mean, dims, keepdim).to(dtype)
+        found = squares / freedom
+        results = [elementwise(_root, found) if is_std else found, mean][: 1 + with_mean]
+        results = results if keepdim else [platform.operator("sum")(one, dims) for one in results]  # of dims of one
+        results = [one.to(dtype) for one in results]
+        return tuple(results) if with_mean else results[0]
 
     def rule(input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:
         dim, _ = _corrected(dim, unbiased, correction)
@@ -227,6 +226,12 @@ def _deviation(name: str) -> Callable[..., Any]:
         return _staged(handler, results=1 + with_mean)(input, dim, keepdim)
 
     return rule
+
+
+def _root(variance: Any) -> Any:
+    """The square root, with a gradient of zero where all is alike, as torch has it."""
+    alike = variance == 0
+    return variance.masked_fill(alike, 1).sqrt().masked_fill(alike, 0)
 
 
 def _deviation_of_shard(here: Here, input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:

@@ -19,6 +19,7 @@ from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.aliasing import contiguous_shard, reshape_shard
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.slices import is_small_part, take_small_part
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -336,7 +337,29 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     (at,) = positions(dim, len(input.shape))
     if length == input.shape[at]:
         return move("... -> ...")
+    if is_small_part(input, _narrowed(input, dim, start, length)):
+        return lambda **given: take_small_part(given["input"], _narrowed(**given))
     return Ruled(move("... {dim}! -> ... {dim=out}!"), {"out": length})
+
+
+def _narrowed(input: Any, dim: int, start: int, length: int) -> list[Any]:
+    """The index that takes the same."""
+    (at,), size = positions(dim, len(input.shape)), input.shape[dim]
+    begin = start % size if -size <= start < 0 else start
+    if not 0 <= begin <= begin + length <= size:
+        raise IndexError(f"narrow: start {start} and length {length} are out of range for a dim of size {size}")
+    return [slice(begin, begin + length) if i == at else slice(None) for i in range(len(input.shape))]
+
+
+def _select(input: Any, dim: int, index: Any) -> Any:
+    if not input.shape or not isinstance(index, int) or not is_small_part(input, _selected(input, dim, index)):
+        return move("... {dim}! -> ...")
+    return lambda **given: take_small_part(given["input"], _selected(**given))
+
+
+def _selected(input: Any, dim: int, index: int) -> list[Any]:
+    (at,) = positions(dim, len(input.shape))
+    return [index if i == at else slice(None) for i in range(len(input.shape))]
 
 
 def _narrow_shard(here: Here, input: Any, dim: int, start: int, length: int) -> Any:
@@ -377,7 +400,7 @@ def _in_one_memory(func: Any, *_: Any) -> None:
 
 
 operator("narrow", "input, dim, start, length", _narrow, local=_narrow_shard, view=True)
-operator("select", "input, dim, index", move("... {dim}! -> ..."), view=True)
+operator("select", "input, dim, index", _select, view=True)
 operator("unfold", "input, dimension, size, step", _unfold, view=True)
 operator("diagonal", "input, offset=0, dim1=0, dim2=1", _diagonal, view=True)
 operator("linalg_diagonal", "input, *, offset=0, dim1=-2, dim2=-1", _diagonal, view=True)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: A002 - operands have the names that torch gives them
+"""A small part of a tensor along a dim that is cut: every rank gives what it has of it, in one all-reduce.
+
+x[3], x[:, :2]      the part on every rank, and in backward every rank takes the gradient of its own elements
+
+A part that is not small goes the way of the rule: its dim is gathered and another is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
+from hyper_parallel.core.shard.arguments import check_explicit
+from hyper_parallel.platform import get_platform
+
+platform = get_platform()
+call = platform.operator
+
+ALL = slice(None)
+SUMMED = ("float16", "bfloat16", "float32", "float64", "int32", "int64")  # that every backend adds up, exactly
+
+
+def is_small_part(input: Any, items: Sequence[Any]) -> bool:
+    """Whether these ints, slices and Nones take so little along cut dims that an all-reduce moves no more bytes."""
+    layout, shape = input.layout, tuple(input.shape)
+    name = str(input.dtype).rpartition(".")[2].lower()
+    plain = all(isinstance(p, Replicate) or type(p) is Shard for p in layout.placements)
+    if name not in SUMMED or not plain or layout.is_fused:
+        return False
+    chosen = _ranges(shape, items)
+    forward = all(one is None or one.step > 0 for one in chosen)
+    if not forward or not any(one is not None and layout.dim_axes[dim] for dim, one in enumerate(chosen)):
+        return False
+    held = layout.local_shape(shape, (0,) * layout.mesh.ndim)
+    taken = [size if one is None else len(one) for size, one in zip(held, chosen, strict=True)]
+    return bool(0 < 2 * math.prod(taken) <= math.prod(held))
+
+
+def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
+    """``input[items]`` on every rank along the axes that cut the dims of which a part is taken."""
+    layout, shape = input.layout, tuple(input.shape)
+    chosen = _ranges(shape, items)
+    axes = {axis for dim, one in enumerate(chosen) if one is not None for axis in layout.dim_axes[dim]}
+    if MODES.explicit:
+        check_explicit("getitem", input, 0, _with(layout, axes, Replicate()))
+    spans = layout.shard_of(shape)
+    part = platform.call_where_empty(_own_part, (input._local, chosen, spans), {})
+    sizes = [size if one is None else len(one) for size, one in zip(shape, chosen, strict=True)]
+    summed = DTensor(part, _with(layout, axes, Partial()), sizes)
+    found = DTensor.redistribute(summed, None, _with(layout, axes, Replicate()))
+    # Ints take their dims away and None makes new ones, which touches no dim that is cut.
+    left = tuple(item if item is None else ALL if isinstance(item, slice) else 0 for item in items)
+    found = found if all(item == ALL for item in left) else found[left]
+    found._copy_of = "getitem"
+    return found
+
+
+def _with(layout: Layout, axes: set[int], placement: Any) -> Layout:
+    placements = enumerate(layout.placements)
+    return layout.with_placements([placement if axis in axes else p for axis, p in placements])
+
+
+def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[range | None]:
+    """The indices that are taken of every dim; None where it is all of it."""
+    found: list[range | None] = []
+    for item in items:
+        if item is None:
+            continue
+        size = shape[len(found)]
+        if isinstance(item, slice):
+            taken = range(*item.indices(size))
+            found.append(None if taken == range(size) else taken)
+            continue
+        at = item.__index__()
+        if not -size <= at < size:
+            raise IndexError(f"index {at} is out of bounds for dimension {len(found)} with size {size}")
+        found.append(range(at % size, at % size + 1))
+    return found
+
+
+def _own_part(shard: Any, chosen: Sequence[range | None], spans: Sequence[tuple[int, int]]) -> Any:
+    """What this rank has of the part, and minus zero for what it has not: added, that changes nothing, not even -0."""
+    for dim, (one, (offset, size)) in enumerate(zip(chosen, spans, strict=True)):
+        if one is None:
+            continue
+        first = _count_below(one, offset)
+        past = _count_below(one, offset + size)
+        begin, end = (one[first] - offset, one[past - 1] - offset + 1) if past > first else (0, 0)
+        own = call("getitem")(shard, (ALL,) * dim + (slice(begin, end, one.step),))
+        shard = platform.cat([_nothing(shard, dim, first), own, _nothing(shard, dim, len(one) - past)], dim)
+    return shard
+
+
+def _count_below(numbers: range, limit: int) -> int:
+    """How many of these rising numbers are below a limit."""
+    return min(len(numbers), max(0, -(-(limit - numbers.start) // numbers.step)))
+
+
+def _nothing(like: Any, dim: int, count: int) -> Any:
+    shape = [count if at == dim else size for at, size in enumerate(like.shape)]
+    zero = -0.0 if platform.is_floating_point(like) else 0
+    return platform.full(shape, zero, dtype=like.dtype, device=like.device)
