@@ -52,6 +52,7 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
         check_explicit("getitem", input, 0, _with(layout, axes, Replicate()))
     spans = layout.shard_of(shape)
     part = platform.call_where_empty(_own_part, (input._local, chosen, spans), {})
+    part = platform.tied(part, [input._local])  # a rank that has nothing of it takes part in backward all the same
     sizes = [size if one is None else len(one) for size, one in zip(shape, chosen, strict=True)]
     summed = DTensor(part, _with(layout, axes, Partial()), sizes)
     found = DTensor.redistribute(summed, None, _with(layout, axes, Replicate()))
