@@ -24,6 +24,7 @@ from hyper_parallel.platform.error_codes import coded
 platform = get_platform()
 logger = logging.getLogger(__name__)
 _STYLES = "_hyper_parallel_styles"
+_COMPILED = "_orig_mod"  # where torch.compile(module) keeps the module
 
 
 def parallelize_module(
@@ -52,6 +53,7 @@ def parallelize_module(
     if not plan:
         warnings.warn("parallelize_module: there is no plan, so nothing was done", stacklevel=users_level())
     modules = dict(platform.get_cells_and_names(module))
+    _refuse_compiled(plan, modules)
     shared = _shared_tensors(modules.values())
     for name, style in sorted(_styles(plan, modules), key=lambda found: -len(_segments(found[0]))):
         style.src_data_rank = src_data_rank
@@ -75,6 +77,24 @@ def _plan_of(given: Any) -> Mapping[str, Any]:
             )
         )
     return given or {}
+
+
+def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+    """Raises if a pattern means a module that is compiled, or one within it."""
+    compiled = [name for name, module in modules.items() if platform.is_compiled_module(module)]
+    for outer in compiled:
+        inside = [name for name in modules if not outer or name == outer or name.startswith(f"{outer}.")]
+        plain_names = {".".join(part for part in _segments(name) if part != _COMPILED) for name in inside}
+        for pattern in plan:
+            if matching(pattern, plain_names):
+                raise ValueError(
+                    coded(
+                        "HP414",
+                        f"parallelize_module: {pattern!r} means {outer or 'the module itself'}, or a module in it, "
+                        "whose calls torch.compile has compiled; distributed tensors cannot be traced: put the model "
+                        "on the mesh without torch.compile, and compile functions of plain shards in it",
+                    )
+                )
 
 
 def _styles(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Iterator[tuple[str, ParallelStyle]]:

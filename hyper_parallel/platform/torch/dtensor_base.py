@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.strides import whole_stride
+from hyper_parallel.platform.torch.compilation import is_tracing, refuse_tracing
 from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -86,6 +87,13 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     def local_shape(self) -> torch.Size:
         """The shape of the data on this rank."""
         return self._local.shape
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """There is none: torch.compile, which looks for it in each tensor that it meets, is told why."""
+        if is_tracing():
+            refuse_tracing(f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in")
+        raise AttributeError(f"{type(self).__name__} has no __tensor_flatten__")
 
     @property
     def is_parameter(self) -> bool:

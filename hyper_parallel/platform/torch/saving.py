@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.torch.compilation import is_tracing, refuse_tracing
 
 _WAYS_OUT = (
     "On all ranks call save(state_dict, checkpoint_id=folder) of hyper_parallel.core.distributed_checkpoint, or "
@@ -116,7 +117,18 @@ def allow_loading(cls: type) -> None:
 
 
 class UnpickledHook(functools.partial):  # type: ignore[type-arg]
-    """A hook that belongs to a model on a mesh: copied with it, and refused by pickle in words that help."""
+    """A hook that belongs to a model on a mesh: copied with it, and refused by pickle and torch.compile in words."""
+
+    @property
+    def func(self) -> Any:
+        """What is called; torch.compile looks at it before it traces the module."""
+        if is_tracing():
+            refuse_tracing("it met a module that lies on a mesh")
+        return super().func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In Python, so that torch.compile looks at the hook also where it has skipped the module's own call.
+        return super().__call__(*args, **kwargs)
 
     def __copy__(self) -> UnpickledHook:
         return self
