@@ -8,26 +8,23 @@ anything is compiled; outside a compilation they answer as others do.
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from torch import nn
 from torch._guards import CompileContext
 
 from hyper_parallel.platform.error_codes import coded
 
 
-def is_tracing() -> bool:
-    """Whether torch.compile is reading code now, in this thread."""
-    return CompileContext.try_get() is not None
-
-
-def refuse_tracing(what: str) -> NoReturn:
-    """Ends a compilation, whether its graph may have breaks or not."""
+def refuse_tracing(what: Callable[[], str]) -> None:
+    """Ends a compilation, whether its graph may have breaks or not; does nothing outside of one."""
+    if CompileContext.try_get() is None:
+        return
     NotCompilable = _error_class()  # noqa: N806 - a class
     raise NotCompilable(
         coded(
             "HP143",
-            f"torch.compile: {what}, which cannot be traced, because layouts and collectives are decided while the "
+            f"torch.compile: {what()}, which cannot be traced, because layouts and collectives are decided while the "
             "operators run; run the model without torch.compile, and compile functions of plain shards in it: call "
             "torch.compile(function) within local_map() or custom_shard(), or on to_local()",
         ),
@@ -41,8 +38,3 @@ def _error_class() -> Any:
     from torch._dynamo.exc import ShortenTraceback  # loaded by whoever compiles
 
     return type("NotCompilable", (ShortenTraceback,), {"__module__": __name__})
-
-
-def is_compiled(module: Any) -> bool:
-    """Whether calls of a module are compiled, by torch.compile(module) or by module.compile()."""
-    return isinstance(module, nn.Module) and ("_orig_mod" in module._modules or module._compiled_call_impl is not None)

@@ -18,7 +18,6 @@ from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.strides import whole_stride
-from hyper_parallel.platform.torch.compilation import is_tracing, refuse_tracing
 from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -91,8 +90,9 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     @property
     def __tensor_flatten__(self) -> Any:
         """There is none: torch.compile, which looks for it in each tensor that it meets, is told why."""
-        if is_tracing():
-            refuse_tracing(f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in")
+        from hyper_parallel.platform.torch.compilation import refuse_tracing
+
+        refuse_tracing(lambda: f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in")
         raise AttributeError(f"{type(self).__name__} has no __tensor_flatten__")
 
     @property

@@ -14,7 +14,6 @@ from torch import nn
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Projection
-from hyper_parallel.platform.torch.compilation import is_compiled
 from hyper_parallel.platform.torch.owned import load_onto_mesh, note_replaced
 from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.saving import UnpickledHook
@@ -128,7 +127,7 @@ class Modules(Tensors):
         return isinstance(module, nn.Embedding)
 
     def is_compiled_module(self, module: Any) -> bool:
-        return is_compiled(module)
+        return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
     def projection(self, module: Any) -> Projection | None:
         if isinstance(module, nn.Linear):

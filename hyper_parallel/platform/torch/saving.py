@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.torch.compilation import is_tracing, refuse_tracing
 
 _WAYS_OUT = (
     "On all ranks call save(state_dict, checkpoint_id=folder) of hyper_parallel.core.distributed_checkpoint, or "
@@ -122,8 +121,9 @@ class UnpickledHook(functools.partial):  # type: ignore[type-arg]
     @property
     def func(self) -> Any:
         """What is called; torch.compile looks at it before it traces the module."""
-        if is_tracing():
-            refuse_tracing("it met a module that lies on a mesh")
+        from hyper_parallel.platform.torch.compilation import refuse_tracing
+
+        refuse_tracing(lambda: "it met a module that lies on a mesh")
         return super().func
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
