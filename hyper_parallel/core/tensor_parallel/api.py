@@ -60,6 +60,7 @@ def parallelize_module(
         _apply(modules[name], name, style, mesh)
         for owners in shared:
             _tie(owners)
+    _warn_of_unstyled_tables(modules, shared)
     if logger.isEnabledFor(logging.INFO) and platform.get_rank() == 0:
         logger.info("parallelize_module on %s:\n%s", mesh, parallel_table(module))
     return module
@@ -142,6 +143,29 @@ def _tie(owners: list[Owner]) -> None:
     for (module, name), tensor in zip(owners, tensors, strict=True):
         if placed is not None and tensor is not placed:
             platform.set_own_tensor(module, name, placed)
+
+
+def _warn_of_unstyled_tables(modules: Mapping[str, Any], shared: list[list[Owner]]) -> None:
+    """Says which embeddings have rows of a table, through another module, and no style that sums what they look up."""
+    names = {id(module): name for name, module in modules.items()}
+    for owners in shared:
+        for module, own in owners:
+            table = dict(platform.own_tensors(module))[own]
+            is_styled = bool(vars(module).get(_STYLES))
+            if is_styled or not platform.is_embedding_module(module) or not _has_cut_rows(table):
+                continue
+            name = names[id(module)]
+            others = [names[id(other)] for other, _ in owners if other is not module]
+            warnings.warn(
+                f"parallelize_module: the embedding {name!r} shares its table with {', '.join(map(repr, others))}, "
+                f"which the plan cuts by rows, and has no style itself: its results stay pending sums, which cost "
+                f'more all-reduces; add "{name}": RowwiseParallel(...) to the plan, with the arguments of the other',
+                stacklevel=users_level(),
+            )
+
+
+def _has_cut_rows(table: Any) -> bool:
+    return isinstance(table, DTensor) and any(placement.is_shard(0) for placement in table.placements)
 
 
 # --- what was done
