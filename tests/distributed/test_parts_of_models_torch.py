@@ -80,9 +80,7 @@ def test_a_module_with_a_style_of_its_own_is_called_by_itself():
 @on_ranks(2)
 def test_one_without_is_refused_with_what_to_do():
     model = parallelize_module(model_of(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
-    with pytest.raises(
-        OperatorError, match=r"called by itself needs the style Replicated\(\).*resize_token.*HP304"
-    ):
+    with pytest.raises(OperatorError, match=r"called by itself needs the style Replicated\(\).*resize_token.*HP304"):
         model.encoder(torch.arange(6)[None])
 
 
