@@ -141,7 +141,7 @@ def _canonical(asked: str, operators: Mapping[str, Operator]) -> str:
     from hyper_parallel.platform import get_platform
 
     platform = get_platform()
-    last = asked.rpartition(".")[2]
+    last = _plain_name(asked)
     for name in (asked, last):
         if name in operators:
             return name
@@ -151,12 +151,27 @@ def _canonical(asked: str, operators: Mapping[str, Operator]) -> str:
         name = ""
     if name in operators:
         return name
-    near = (
-        difflib.get_close_matches(last.lower(), operators, 5)
-        or sorted(one for one in operators if last and last in one)[:5]
+    if name:
+        raise BadInputError(
+            f"{asked} has no rule, so it runs on whole tensors, with a warning; to give it one see "
+            "docs/add-an-operator.md, to run it on shards custom_shard()"
+        )
+    longer = sorted(one for one in operators if last and last in one)
+    near = longer[:5] or difflib.get_close_matches(last.lower(), operators, 5, cutoff=0.7)
+    meant = f"; did you mean {', '.join(near)}?" if near else ""
+    mine = platform.platform_type.value
+    other = next(one.value for one in Framework if one.value != mine)
+    raise BadInputError(
+        f"{asked} is no operator that is known here{meant} (of {mine}; --framework {other} asks for those of {other})"
     )
-    has = "has no rule, so it runs on whole tensors, with a warning" if name else "is no operator that is known here"
-    raise BadInputError(f"{asked} {has}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+
+
+def _plain_name(asked: str) -> str:
+    """The last part of a name such as torch.softmax, or the name of an aten operator without its overload."""
+    parts = asked.split(".")
+    if "aten" in parts[:-1]:
+        return parts[parts.index("aten") + 1]
+    return parts[-1]
 
 
 def _signature(op: Operator) -> str:

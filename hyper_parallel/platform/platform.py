@@ -808,6 +808,10 @@ class Platform(ABC):
         """Whether the module is an embedding."""
 
     @abstractmethod
+    def is_compiled_module(self, module: Any) -> bool:
+        """Whether the module's calls are compiled, by torch.compile(module) or module.compile()."""
+
+    @abstractmethod
     def projection(self, module: Any) -> Projection | None:
         """Which dims of the weight of a linear layer, an embedding or a convolution are what; None for others."""
 

@@ -4,8 +4,16 @@
 import threading
 
 import torch
+from torch import nn
 
-from hyper_parallel import get_platform, init_device_mesh
+from hyper_parallel import (
+    ColwiseParallel,
+    Replicate,
+    RowwiseParallel,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -35,7 +43,7 @@ def test_every_collective_with_its_bytes():
         ("reduce_scatter_tensor", 24),
         ("all_to_all_single", 24),
         ("broadcast", 0 if rank == 2 else 32),
-        ("differentiable_all_to_all_single", 4 * [6, 3, 3, 3][rank]),
+        ("all_to_all_single", 4 * [6, 3, 3, 3][rank]),
         ("barrier", 0),
         ("all_gather_object", 0),
         ("p2p_exchange", 32),
@@ -89,3 +97,25 @@ def test_ledgers_nest_and_end_on_errors():
     platform.barrier()
     assert (len(outer.entries), len(inner.entries)) == (3, 1)
     assert not platform._listeners
+
+
+@on_ranks(2)
+def test_collectives_are_counted_by_module():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), nn.Linear(4, 6))
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"0.0": ColwiseParallel(), "0.2": RowwiseParallel(), "1": gathered})
+    x = torch.ones(2, 4)
+    with CommunicationLedger(mesh, model) as ledger:
+        loss = model(x).sum()
+        get_platform().all_reduce(torch.ones(1), None)
+        loss.backward()
+    by_module = ledger.counts_by_module()
+    assert by_module == {"0.2": {"all_reduce": 1}, "1": {"all_gather_into_tensor": 1}, "": {"all_reduce": 1}}
+    assert ledger.counts(backward=True)  # those have no module
+    assert all(entry.module == "" for entry in ledger.entries if entry.backward)
+    seen = len(ledger.entries)
+    with CommunicationLedger(mesh) as other:
+        model(x)
+    assert len(ledger.entries) == seen
+    assert {entry.module for entry in other.entries} == {""}  # nothing is left on the model

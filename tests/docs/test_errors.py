@@ -41,7 +41,7 @@ from hyper_parallel.testing import RankError, run_ranks
 from hyper_parallel.verification.report import Report
 from tools import errors_page
 
-OURS = {"CheckpointError", "CommunicationError", "OperatorError", "RankError", "TrainingError"}
+OURS = {"CheckpointError", "CommunicationError", "NotCompilable", "OperatorError", "RankError", "TrainingError"}
 BUILTIN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "ImportError", "NotImplementedError"}
 
 # Where the codes of a family may be raised: its own layer, and the platform for what only a framework can see.

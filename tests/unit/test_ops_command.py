@@ -152,6 +152,13 @@ def test_near_names_are_suggested():
     assert result.stderr.startswith("error: softmaxx is no operator that is known here; did you mean softmax, ")
     result = run("torch.nn.functional.threshold_backward_of_nothing")
     assert result.exit_code == 2
+    assert "softmax" in run("ftmax").stderr  # longer names come before those that look alike
+    assert "did you mean" not in run("grouped_frobnication").stderr
+    for name in ("_grouped_mm", "torch._grouped_mm", "aten._grouped_mm.default"):
+        result = run(name)  # as a warning names it
+        assert result.stderr.startswith(f"error: {name} has no rule, so it runs on whole tensors, with a warning; ")
+        assert "did you mean" not in result.stderr
+    assert "(of torch; --framework mindspore asks for those of mindspore)" in run("softmaxx").stderr
     result = run("get_device")  # torch has it, the tables do not
     assert "has no rule, so it runs on whole tensors" in result.stderr
 

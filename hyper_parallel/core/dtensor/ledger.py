@@ -6,6 +6,8 @@ with CommunicationLedger(mesh) as ledger:
     loss.backward()
 print(ledger.table())
 assert ledger.counts(backward=True) == {"all_reduce": 1}
+
+With ``CommunicationLedger(mesh, model)`` an entry of forward knows its module: ``ledger.counts_by_module()``.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from hyper_parallel.core.dtensor.collectives import is_implicit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.platform import Traffic
+
+_EXCHANGE = "differentiable_all_to_all_single"
+_SAME = dict.fromkeys((_EXCHANGE, f"{_EXCHANGE}_async"), "all_to_all_single")  # one collective has one name
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,28 @@ class Entry:
     backward: bool
     implicit: bool  # an operator needed it; nobody called redistribute() or its like
     line: str  # file:line of the user's code; in backward often the call of backward()
+    module: str = ""  # the innermost module of the model that runs forward, by its name; "" for the model and outside
 
 
 class CommunicationLedger:
-    """Records this rank's collectives while it is entered; ``mesh`` gives their ranks a name."""
+    """Records this rank's collectives while it is entered; ``mesh`` gives their ranks a name.
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    ``model``: its modules are the causes of what is communicated in their forward, with what styles do to their inputs
+    and outputs. In backward no module runs.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, model: Any = None) -> None:
         self.entries: list[Entry] = []
+        self._model = model
+        self._running: list[str] = []
         self._names = _names_of(mesh) if mesh is not None else {}
         self._stack = ExitStack()
 
     def __enter__(self) -> CommunicationLedger:
         self._stack.enter_context(get_platform().listen_to_collectives(self._record))
+        if self._model is not None:
+            for name, module in get_platform().get_cells_and_names(self._model):
+                self._watch(name, module)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -52,6 +68,14 @@ class CommunicationLedger:
         """How often each collective ran: in forward, in backward or both; asked for, implicit or both."""
         wanted = (e for e in self.entries if backward in (None, e.backward) and implicit in (None, e.implicit))
         return dict(Counter(entry.collective for entry in wanted))
+
+    def counts_by_module(self) -> dict[str, dict[str, int]]:
+        """How often each collective ran in the forward of each module, those within it not counted."""
+        found: dict[str, Counter[str]] = {}
+        for entry in self.entries:
+            if not entry.backward:
+                found.setdefault(entry.module, Counter())[entry.collective] += 1
+        return {name: dict(counts) for name, counts in found.items()}
 
     def nbytes(self, *, backward: bool | None = None) -> int:
         """The bytes that this rank received."""
@@ -66,10 +90,31 @@ class CommunicationLedger:
             lines.append(f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9} {why:<9}{entry.line}")
         return "\n".join([*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"])
 
+    def _watch(self, name: str, module: Any) -> None:
+        platform = get_platform()
+
+        def enter(*_: Any) -> None:
+            self._running.append(name)
+
+        def leave(*_: Any) -> None:
+            if name in self._running:  # with those in it that raised what their caller caught
+                del self._running[len(self._running) - 1 - self._running[::-1].index(name) :]
+
+        # Around what styles do to inputs and outputs, which is the module's.
+        handles = (
+            platform.register_forward_pre_hook(module, enter, prepend=True),
+            platform.register_forward_hook(module, leave),
+        )
+        for handle in handles:
+            self._stack.callback(handle.remove)
+
     def _record(self, traffic: Traffic) -> None:
         axis = self._names.get(frozenset(traffic.ranks), str(list(traffic.ranks)))
+        collective = _SAME.get(traffic.collective, traffic.collective)
+        module = self._running[-1] if self._running and not traffic.backward else ""
         line = users_line()
-        self.entries.append(Entry(traffic.collective, axis, traffic.nbytes, traffic.backward, is_implicit(), line))
+        entry = Entry(collective, axis, traffic.nbytes, traffic.backward, is_implicit(), line, module)
+        self.entries.append(entry)
 
 
 def _names_of(mesh: DeviceMesh) -> dict[frozenset[int], str]:

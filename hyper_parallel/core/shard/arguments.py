@@ -121,7 +121,8 @@ def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[
                     f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor "
                     f"among distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) "
                     "or DTensor.from_local(...); or call it within implicit_replication() if it is the same on every "
-                    "rank",
+                    "rank. A module of a model that is called by itself needs the style Replicated() in the plan; "
+                    "resize_token_embeddings and the like come before parallelize_module",
                 )
             )
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)

@@ -24,6 +24,7 @@ from hyper_parallel.platform.error_codes import coded
 platform = get_platform()
 logger = logging.getLogger(__name__)
 _STYLES = "_hyper_parallel_styles"
+_COMPILED = "_orig_mod"  # where torch.compile(module) keeps the module
 
 
 def parallelize_module(
@@ -52,12 +53,14 @@ def parallelize_module(
     if not plan:
         warnings.warn("parallelize_module: there is no plan, so nothing was done", stacklevel=users_level())
     modules = dict(platform.get_cells_and_names(module))
+    _refuse_compiled(plan, modules)
     shared = _shared_tensors(modules.values())
     for name, style in sorted(_styles(plan, modules), key=lambda found: -len(_segments(found[0]))):
         style.src_data_rank = src_data_rank
         _apply(modules[name], name, style, mesh)
         for owners in shared:
             _tie(owners)
+    _warn_of_unstyled_tables(modules, shared)
     if logger.isEnabledFor(logging.INFO) and platform.get_rank() == 0:
         logger.info("parallelize_module on %s:\n%s", mesh, parallel_table(module))
     return module
@@ -75,6 +78,24 @@ def _plan_of(given: Any) -> Mapping[str, Any]:
             )
         )
     return given or {}
+
+
+def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+    """Raises if a pattern means a module that is compiled, or one within it."""
+    compiled = [name for name, module in modules.items() if platform.is_compiled_module(module)]
+    for outer in compiled:
+        inside = [name for name in modules if not outer or name == outer or name.startswith(f"{outer}.")]
+        plain_names = {".".join(part for part in _segments(name) if part != _COMPILED) for name in inside}
+        for pattern in plan:
+            if matching(pattern, plain_names):
+                raise ValueError(
+                    coded(
+                        "HP414",
+                        f"parallelize_module: {pattern!r} means {outer or 'the module itself'}, or a module in it, "
+                        "whose calls torch.compile has compiled; distributed tensors cannot be traced: put the model "
+                        "on the mesh without torch.compile, and compile functions of plain shards in it",
+                    )
+                )
 
 
 def _styles(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Iterator[tuple[str, ParallelStyle]]:
@@ -122,6 +143,29 @@ def _tie(owners: list[Owner]) -> None:
     for (module, name), tensor in zip(owners, tensors, strict=True):
         if placed is not None and tensor is not placed:
             platform.set_own_tensor(module, name, placed)
+
+
+def _warn_of_unstyled_tables(modules: Mapping[str, Any], shared: list[list[Owner]]) -> None:
+    """Says which embeddings have rows of a table, through another module, and no style that sums what they look up."""
+    names = {id(module): name for name, module in modules.items()}
+    for owners in shared:
+        for module, own in owners:
+            table = dict(platform.own_tensors(module))[own]
+            is_styled = bool(vars(module).get(_STYLES))
+            if is_styled or not platform.is_embedding_module(module) or not _has_cut_rows(table):
+                continue
+            name = names[id(module)]
+            others = [names[id(other)] for other, _ in owners if other is not module]
+            warnings.warn(
+                f"parallelize_module: the embedding {name!r} shares its table with {', '.join(map(repr, others))}, "
+                f"which the plan cuts by rows, and has no style itself: its results stay pending sums, which cost "
+                f'more all-reduces; add "{name}": RowwiseParallel(...) to the plan, with the arguments of the other',
+                stacklevel=users_level(),
+            )
+
+
+def _has_cut_rows(table: Any) -> bool:
+    return isinstance(table, DTensor) and any(placement.is_shard(0) for placement in table.placements)
 
 
 # --- what was done

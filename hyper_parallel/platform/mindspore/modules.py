@@ -151,6 +151,9 @@ class Modules(Tensors):
     def is_embedding_module(self, module: Any) -> bool:
         return isinstance(module, _EMBEDDING)
 
+    def is_compiled_module(self, module: Any) -> bool:  # noqa: ARG002 - distributed tensors refuse graph mode themselves
+        return False
+
     def projection(self, module: Any) -> Projection | None:
         if isinstance(module, _LINEAR):
             return Projection("linear", out=0, into=1, features=-1)

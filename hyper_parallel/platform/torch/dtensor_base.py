@@ -88,6 +88,14 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         return self._local.shape
 
     @property
+    def __tensor_flatten__(self) -> Any:
+        """There is none: torch.compile, which looks for it in each tensor that it meets, is told why."""
+        from hyper_parallel.platform.torch.compilation import refuse_tracing
+
+        refuse_tracing(lambda: f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in")
+        raise AttributeError(f"{type(self).__name__} has no __tensor_flatten__")
+
+    @property
     def is_parameter(self) -> bool:
         """Whether a module has it as a parameter."""
         return "_is_param" in self.__dict__

@@ -126,6 +126,9 @@ class Modules(Tensors):
     def is_embedding_module(self, module: Any) -> bool:
         return isinstance(module, nn.Embedding)
 
+    def is_compiled_module(self, module: Any) -> bool:
+        return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
     def projection(self, module: Any) -> Projection | None:
         if isinstance(module, nn.Linear):
             return Projection("linear", out=0, into=1, features=-1)

@@ -172,4 +172,7 @@ def function(name: str) -> Callable[..., Any]:
         found = getattr(room, f"__{name}__" if name in ("getitem", "setitem") else name, None)
         if callable(found):
             return found
+    if not name.startswith("__") and hasattr(torch.ops.aten, name):  # such as _grouped_mm, which only others call
+        packet: Callable[..., Any] = getattr(torch.ops.aten, name)
+        return packet
     raise AttributeError(f"torch has no operator {name!r}")

@@ -62,6 +62,7 @@ class SavedInChunks:
             raise ValueError(
                 coded("HP213", f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first")
             )
+        guard_hugging_face_writer()
         properties = metadata.TensorProperties.create_from_tensor(self._local)
         return [
             planner.WriteItem(
@@ -116,7 +117,19 @@ def allow_loading(cls: type) -> None:
 
 
 class UnpickledHook(functools.partial):  # type: ignore[type-arg]
-    """A hook that belongs to a model on a mesh: copied with it, and refused by pickle in words that help."""
+    """A hook that belongs to a model on a mesh: copied with it, and refused by pickle and torch.compile in words."""
+
+    @property
+    def func(self) -> Any:
+        """What is called; torch.compile looks at it before it traces the module."""
+        from hyper_parallel.platform.torch.compilation import refuse_tracing
+
+        refuse_tracing(lambda: "it met a module that lies on a mesh")
+        return super().func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In Python, so that torch.compile looks at the hook also where it has skipped the module's own call.
+        return super().__call__(*args, **kwargs)
 
     def __copy__(self) -> UnpickledHook:
         return self
@@ -162,3 +175,33 @@ def guard_safetensors() -> None:
     for name in ("_flatten", "_flatten_as_ptr", "_remove_duplicate_names"):
         if hasattr(module, name):
             setattr(module, name, _refuse_shards(getattr(module, name)))
+
+
+# --- torch's writer of Hugging Face's files
+
+
+@functools.cache
+def guard_hugging_face_writer() -> None:
+    """Has torch's writer refuse shards where every rank would write a file of its own under the same name."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
+
+    prepare = Writer.prepare_local_plan
+
+    def checked(writer: Any, plan: Any) -> Any:
+        shards = [] if writer.save_distributed else [item for item in plan.items if _is_part(item)]
+        if shards:
+            raise ValueError(
+                coded(
+                    "HP230",
+                    f"HuggingFaceStorageWriter: {shards[0].index.fqn} is one of several shards, which every rank would "
+                    "write to the same file; pass save_distributed=True, and enable_consolidation=True for whole files",
+                )
+            )
+        return prepare(writer, plan)
+
+    Writer.prepare_local_plan = checked  # type: ignore[method-assign, assignment]
+
+
+def _is_part(item: Any) -> bool:
+    data = item.tensor_data
+    return data is not None and data.chunk.sizes != data.size
