@@ -212,8 +212,9 @@ def _check_shape(value: Any, target: Any, name: str) -> None:
 
 
 def _received(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of rank 0, on every rank."""
+    """The state dict of rank 0, on every rank, in host memory: a device holds one tensor at a time."""
     platform = get_platform()
+    device = platform.device()
     own = dict(state) if platform.get_rank() == 0 else {}
     described = {
         name: (tuple(value.shape), dtype_name(value.dtype)) if platform.is_tensor(value) else None
@@ -226,8 +227,9 @@ def _received(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, about in described.items():
         if about is not None:
             shape, dtype = about
-            buffer = own[name] if own else platform.empty(shape, dtype=platform.str_to_dtype(dtype))
-            received[name] = platform.broadcast(platform.clone(buffer), 0, None)
+            empty = platform.empty(shape, dtype=platform.str_to_dtype(dtype), device=device)
+            buffer = platform.clone(own[name]).to(device) if own else empty
+            received[name] = platform.host_tensor(platform.broadcast(buffer, 0, None))
     return received
 
 
