@@ -226,9 +226,8 @@ def _received(state: Mapping[str, Any]) -> dict[str, Any]:
     described, received = everyone[0][0], dict(everyone[0][1])
     for name, about in described.items():
         if about is not None:
-            shape, dtype = about
-            empty = platform.empty(shape, dtype=platform.str_to_dtype(dtype), device=device)
-            buffer = platform.clone(own[name]).to(device) if own else empty
+            shape, dtype = about[0], platform.str_to_dtype(about[1])
+            buffer = platform.clone(own[name]).to(device) if own else platform.empty(shape, dtype=dtype, device=device)
             received[name] = platform.host_tensor(platform.broadcast(buffer, 0, None))
     return received
 
