@@ -59,6 +59,7 @@ def test_walking_a_module(platform):
     assert not platform.is_linear_module(model)
     assert platform.is_embedding_module(model.embedding)
     assert not platform.is_embedding_module(model.head)
+    assert not platform.is_compiled_module(model.head)
 
 
 def test_own_tensors(platform):

@@ -29,6 +29,14 @@ def test_is_tensor(platform):
     assert not platform.is_meta(tensor([1.0]))
 
 
+def test_assigning_to_some_places(platform):
+    x = tensor([[1.0, 2.0], [3.0, 4.0]])
+    changed = platform.assign(x, (slice(0, 1), slice(0, 2)), 5.0)
+    assert changed.tolist() == [[5.0, 5.0], [3.0, 4.0]]
+    changed = platform.assign(changed, (slice(0, 2), slice(1, 2)), tensor([[7.0], [8.0]]))
+    assert changed.tolist() == [[5.0, 7.0], [3.0, 8.0]]
+
+
 def test_adding_to_a_gradient(platform):
     x = frame.leaf([1.0, 1.0])
     platform.accumulate_gradient(x, tensor([1.0, 2.0]))

@@ -119,3 +119,50 @@ def test_chunk_is_torchs(platform, size, pieces):
     for index in range(pieces):
         assert torch.equal(platform.chunk(x, 1, pieces, index), expected[index])
         assert torch.equal(platform.chunk(x, -1, pieces, index), expected[index])
+
+
+def test_what_is_replaced_as_a_whole_stays_in_the_graph(platform):
+    """As on a rank that keeps something: backward reaches the same leaves on both."""
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x * 2
+    platform.assign(y, (slice(0, 2), slice(0, 2)), 3.0)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert first.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert first.requires_grad
+    plain = x * 2
+    plain[0:2] = 3.0  # the control
+    (first,) = torch.autograd.grad(plain.square().sum(), x, create_graph=True)
+    assert not first.requires_grad
+
+
+def test_views_are_taken_again_as_they_were(platform):
+    x = torch.ones(0, 2, requires_grad=True)
+    base = x * 2
+    with platform.replayed_views():
+        view = base.view(-1)
+    plain = base.view(-1)
+    base.exp_()
+    assert view.grad_fn.name() == "ViewBackward0"
+    assert plain.grad_fn.name() == "AsStridedBackward0"  # the control: its gradient is cut off where it is empty
+
+
+def test_attention_by_operators_has_second_derivatives(platform):
+    x = torch.rand(1, 2, 3, 4, requires_grad=True)
+
+    def differentiate_twice():
+        loss = torch.nn.functional.scaled_dot_product_attention(x, x, x).square().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    with platform.attention_by_operators():
+        assert differentiate_twice()[0].isfinite().all()
+    with pytest.raises(RuntimeError, match="is not implemented"):
+        differentiate_twice()
+
+
+def test_which_shapes_have_views(platform):
+    assert platform.can_view((2, 3), (3, 1), (6,))
+    assert not platform.can_view((2, 3), (1, 2), (6,))
+    assert platform.can_view((2, 1), (1, 2), (2,))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        torch.empty_strided((2, 3), (1, 2)).view(6)
