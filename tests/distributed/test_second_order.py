@@ -164,6 +164,28 @@ def test_on_two_axes(name):
         check(call, operands, mesh, places)
 
 
+def third_order(call, leaves):
+    """The gradients of a sum of squares of gradients of gradients."""
+    loss = call(*leaves)
+    for _ in range(2):
+        firsts = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        loss = sum((g * g).sum() for g in firsts if g is not None)
+    return [whole(g) for g in torch.autograd.grad(loss, leaves)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["contraction", "a contraction with empty shards", "softmax", "norms", "layer norm"])
+def test_the_third_order(name):
+    call, shapes = CALLS[name]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    operands = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    true = third_order(call, [t.clone().requires_grad_() for t in operands])
+    for places in dict.fromkeys(placements_for(shapes)):
+        pairs = zip(operands, places, strict=True)
+        mine = third_order(call, [put(t, mesh, [place]) for t, place in pairs])
+        torch.testing.assert_close(mine, true, rtol=1e-8, atol=1e-8)
+
+
 @on_ranks(2)
 def test_a_wrong_adjoint_is_found():
     """The control: without the sum of the gradient's gradient, as it once was, the comparison fails."""
