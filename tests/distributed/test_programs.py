@@ -14,7 +14,7 @@ from tools.program_grammar import draw_program
 from tools.programs import BAD, Case, minimise, run_cases
 
 FIRST = 1_000_000  # none of those on the page
-COUNT = 2000 if THOROUGH else 160
+COUNT = 2000 if THOROUGH else 120
 
 
 def test_programs_are_right_or_refused():
