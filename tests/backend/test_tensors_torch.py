@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What single tensors have in PyTorch alone: names of its functions, sparse and conjugated tensors, its profiler."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
 from hyper_parallel import get_platform
 
@@ -121,3 +124,47 @@ def test_chunk_is_torchs(platform, size, pieces):
     for index in range(pieces):
         assert torch.equal(platform.chunk(x, 1, pieces, index), expected[index])
         assert torch.equal(platform.chunk(x, -1, pieces, index), expected[index])
+
+
+def test_elements_that_are_all_replaced_stay_in_the_graph(platform):
+    x = torch.ones(3, requires_grad=True)
+    y = platform.assign(x * 2, slice(None), torch.zeros(3))
+    assert torch.equal(y.detach(), torch.zeros(3))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3))
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_views_of_a_changed_tensor_are_taken_again(platform, is_replayed):
+    base = torch.ones(0, 2, requires_grad=True) * 2
+    with platform.replayed_views() if is_replayed else nullcontext():
+        view = base.view(2, 0)
+    base.add_(1)
+    assert (view.grad_fn.name() == "AsStridedBackward0") is not is_replayed
+
+
+def test_attention_by_operators_has_second_derivatives(platform):
+    def second_gradients(q):
+        [first] = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    def by_hand(q):
+        attention = torch.softmax(q @ q.mT / q.shape[-1] ** 0.5, -1) @ q
+        [first] = torch.autograd.grad(attention.sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    with platform.attention_by_operators():
+        torch.testing.assert_close(second_gradients(q), by_hand(q))
+    with pytest.raises(RuntimeError, match="derivative"):  # control
+        second_gradients(q)
+
+
+@pytest.mark.parametrize("new", [(6, 2), (2, 6), (12,), (3, 2, 2), (3, 4)])
+def test_can_view_is_torchs(platform, new):
+    for x in (torch.zeros(2, 3, 2), torch.zeros(3, 2, 2).transpose(0, 1), torch.zeros(2, 2, 3).mT):
+        try:
+            is_view = x.view(new) is not None
+        except RuntimeError:
+            is_view = False
+        assert platform.can_view(x.shape, x.stride(), new) == is_view
