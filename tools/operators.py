@@ -80,7 +80,7 @@ def page(ours: Mapping[str, Found], torchs: Mapping[str, Found]) -> str:
             total["operators"] += bool(one.outcomes)
             total["samples"] += one.samples
     head = HEAD.format(
-        version=torch.__version__.partition("+")[0],
+        version=version(),
         samples=f"{totals[0]['samples']:,}",
         most=SAMPLES["ours"],
         few=SAMPLES["torch"],
@@ -142,6 +142,18 @@ def _row(name: str, one: Found, torchs: Found) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def version() -> str:
+    """The version of torch that is installed."""
+    return torch.__version__.partition("+")[0]
+
+
+def version_of(page_text: str) -> str:
+    """The version of torch that the page is about."""
+    found = re.search(r"`op_db`, torch ([\d.]+)\)", page_text)
+    assert found is not None
+    return found[1]
 
 
 def outcomes_of(page_text: str) -> dict[str, set[str]]:

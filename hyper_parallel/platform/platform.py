@@ -671,9 +671,9 @@ class Platform(ABC):
     def is_dense(self, tensor: Any) -> bool:
         """Whether a tensor has a place in memory for each of its elements, as a sparse one has not."""
 
-    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape and these strides has a view of the new shape."""
-        raise NotImplementedError(f"{self.platform_type.value} does not tell views from copies")
+    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:  # noqa: ARG002
+        """Whether a tensor of this shape and these strides has a view of the new shape; asked if ``counts_changes``."""
+        raise AssertionError(f"{self.platform_type.value} does not tell views from copies")
 
     @abstractmethod
     def is_meta(self, tensor: Any) -> bool:

@@ -72,3 +72,11 @@ def test_parts_of_an_optimizer(platform):
     assert torch.equal(state[layer.weight]["momentum_buffer"], layer.weight.grad)
     groups[0]["lr"] = 0.25
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_compiled_modules_are_known(platform):
+    by_method = nn.Linear(2, 2)
+    by_method.compile(backend="eager")
+    assert platform.is_compiled_module(by_method)
+    assert platform.is_compiled_module(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert not platform.is_compiled_module(nn.Linear(2, 2))

@@ -41,6 +41,10 @@ if IS_TORCH:
         found = [getattr(room, name, None) for room in (F, torch, torch.special, torch.Tensor)]
         return next(one for one in found if callable(one) and get_platform().called(one).name == name)
 
+    def has_operator(name):
+        """Whether this version of PyTorch has the operator; of a removed one a function that raises may be left."""
+        return hasattr(torch.ops.aten, name)
+
     def its(x):
         """What has the methods of a tensor."""
         return x
@@ -120,6 +124,10 @@ else:
 
     def function_called(name):
         return getattr(torch, name)
+
+    def has_operator(name):
+        """What MindSpore does not have is on a page of its own: outcomes.py."""
+        return True
 
     class its:  # noqa: N801 - it is called like a function
         """A tensor with PyTorch's methods, each of them the platform's function of that name."""
@@ -206,6 +214,7 @@ __all__ = [
     "detached",
     "function_called",
     "gradients",
+    "has_operator",
     "its",
     "real",
     "same",

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule of the tables: every choice of every axis, against the plain operator, with ranks simulated."""
 
+import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rules.cases import CASES
-from rules.framework import IS_TORCH
+from rules.cases.removed import LEFT_OUT
+from rules.framework import IS_TORCH, torch
 from rules.operators import SIZES, check, draw, flat, leaf, like
 from rules.outcomes import RULE, drawn, known, taken, that_run
 from thorough import THOROUGH
 
 from hyper_parallel.testing import choices_of
+
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 
 
 def is_taken(case, sizes):
@@ -57,3 +62,13 @@ def test_no_choice_is_missing(case):
     if case.carries is not None:
         assert [choice.kind for choice in choices].count("carry") == case.carries
     assert len(set(choices)) == len(choices)
+
+
+def test_only_cases_of_removed_operators_are_left_out():
+    pinned = re.search(r"^torch==(.*)$", CONSTRAINTS.read_text(), re.MULTILINE)[1]
+    if not IS_TORCH or torch.__version__.partition("+")[0] == pinned:
+        assert LEFT_OUT == []
+    for case in LEFT_OUT:
+        operands = draw(case, SIZES["even"], np.random.default_rng(0))
+        with pytest.raises(RuntimeError, match="is now removed"):
+            case.call(*like(operands, [leaf(array) for array in flat(operands)]))

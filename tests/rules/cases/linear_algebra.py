@@ -4,6 +4,7 @@
 import functools
 import warnings
 
+from rules.cases.removed import unless_removed
 from rules.framework import detached, its, torch
 from rules.operators import OpCase
 
@@ -36,7 +37,7 @@ def lone(name, call):
 
 CASES = [
     lone("cholesky", linalg.cholesky),
-    lone("cholesky of torch", old(lambda x: x.cholesky(True))),
+    *unless_removed("cholesky", lone("cholesky of torch", old(lambda x: x.cholesky(True)))),
     lone("cholesky_ex", lambda x: linalg.cholesky_ex(x, upper=True)),
     lone("cholesky_inverse", torch.cholesky_inverse),
     lone("logdet", torch.logdet),
@@ -60,7 +61,7 @@ CASES = [
     op("svdvals", linalg.svdvals, "ab23", R2, 0),
     op("qr", linalg.qr, "a43", R1, 0),
     op("qr, complete", lambda x: linalg.qr(x, "complete"), "a33", R1, 0),
-    op("qr of torch", old(torch.qr), "a33", R1, 0),
+    *unless_removed("qr", op("qr of torch", old(torch.qr), "a33", R1, 0)),
     op("lu", linalg.lu, "a34", R1, 0),
     op("lu of high matrices", linalg.lu, "a43", R1, 0),
     op("lu_factor", linalg.lu_factor, "a43", R1, 0),

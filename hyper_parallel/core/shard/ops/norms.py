@@ -41,10 +41,12 @@ def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, **_: Any) -
     return Ruled(Rule(text), {"g": num_groups}, [input, weight, bias])
 
 
-def _groups_of_shard(here: Here, input: Any, num_groups: int, **more: Any) -> Any:
+def _groups_of_shard(here: Here, input: Any, num_groups: int, weight: Any, bias: Any, **more: Any) -> Any:
     if here.is_cut("g"):
-        num_groups = here.size("g") or 1  # of no channels at all, any number
-    return here.function(input, num_groups, **more)
+        num_groups = here.size("g")
+    if num_groups == 0:  # torch 2.15 refuses an input without channels
+        return nothing(here, input, weight, bias)
+    return here.function(input, num_groups, weight=weight, bias=bias, **more)
 
 
 operator("layer_norm", "input, normalized_shape, weight=None, bias=None, eps=1e-05", _layer_norm)
