@@ -35,7 +35,7 @@ def names_of_the_database():
 @functools.cache
 def names_here():
     """The operators of the installed version of torch."""
-    return run_ranks(names_of_the_database, 2)[0]
+    return run_ranks(names_of_the_database, 2, timeout=200)[0]  # the first import of the database takes long
 
 
 def sweep_without_mistakes(names):
