@@ -51,7 +51,7 @@ def guard_saving() -> None:
             _refuse_one_file(plan)
         return prepare(writer, plan)
 
-    DefaultSavePlanner.create_global_plan = make_checked_plan  # type: ignore[method-assign]
+    DefaultSavePlanner.create_global_plan = make_checked_plan  # type: ignore[method-assign, assignment]
     HuggingFaceStorageWriter.prepare_local_plan = prepare_checked  # type: ignore[method-assign, assignment]
 
 
@@ -100,7 +100,7 @@ def guard_loading() -> None:
         _refuse_gaps(planner, plan)
         return plan
 
-    DefaultLoadPlanner.finish_plan = finish_checked  # type: ignore[method-assign]
+    DefaultLoadPlanner.finish_plan = finish_checked  # type: ignore[method-assign, assignment]
 
 
 def _distributed(planner: Any) -> dict[str, Any]:

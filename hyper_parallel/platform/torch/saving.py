@@ -60,7 +60,7 @@ class SavedInChunks:
     def data_ptr(self) -> int:
         """Where this rank's data begins; torch.distributed.checkpoint.async_save is told what to call instead."""
         refuse_staging(sys._getframe(1).f_globals.get("__name__"))
-        return super().data_ptr()  # type: ignore[misc, no-any-return]
+        return super().data_ptr()  # type: ignore[misc]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002 - torch's name
         from torch.distributed.checkpoint import metadata, planner
