@@ -117,7 +117,7 @@ def _refuse_broadcasts(planner: Any) -> None:
     if names:
         raise ValueError(
             coded(
-                "HP521",
+                "HP144",
                 f"DynamicMetaLoadPlanner and BroadcastingTorchSaveReader: {names[0]} is a distributed tensor, which "
                 "they cannot fill. Call model.load_state_dict(torch.load(file, mmap=True)), of which each rank takes "
                 "its part, or convert the file with torch_save_to_dcp and load the folder",
@@ -135,7 +135,7 @@ def _refuse_gaps(planner: Any, plan: Any) -> None:
         if name in planner.metadata.state_dict_metadata and filled[name] < needed:
             raise ValueError(
                 coded(
-                    "HP521",
+                    "HP144",
                     f"torch.distributed.checkpoint: the checkpoint has only {filled[name]} of the {needed} elements "
                     f"of {name} that this rank needs. It was saved by some of the ranks alone (no_dist=True, "
                     "use_collectives=False); save it again on all ranks",
