@@ -38,7 +38,7 @@ MODULES: dict[str, str | None] = {
     "hyper_parallel.core.distributed_checkpoint.metadata": "Metadata MetadataIndex",
     "hyper_parallel.core.distributed_checkpoint.storage": "SaveRun StorageReader StorageWriter WriteResult",
     "hyper_parallel.core.distributed_checkpoint.hugging_face": (
-        "HuggingFaceReader export_hugging_face save_hugging_face"
+        "HuggingFaceReader SliceOf export_hugging_face save_hugging_face"
     ),
     "hyper_parallel.core.distributed_checkpoint.convert": (
         "checkpoint_to_file checkpoint_to_hugging_face checkpoint_to_state_dict file_to_checkpoint "

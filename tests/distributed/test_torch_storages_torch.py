@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import format_utils
+from torch.distributed import tensor
+from torch.distributed.checkpoint import format_utils, staging
 
 from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.testing import run_ranks
@@ -104,11 +105,85 @@ def files_and_planners(folder):
     is_first(meta)
 
 
+def refusals(folder):
+    """async_save, no_dist and broadcasts: an error of ours on every rank, before anything is lost or waits."""
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled|`_get_pg_default_device`|Multiple backends"
+    )
+    options = staging.StagingOptions(False, False, False, False)  # those that need no accelerator
+    for more in (
+        {"checkpoint_id": f"{folder}/a"},
+        {"storage_writer": dcp.FileSystemWriter(f"{folder}/b")},
+        {"checkpoint_id": f"{folder}/c", "async_stager": staging.DefaultStager(options)},
+        {"checkpoint_id": f"{folder}/d", "async_stager": staging.BlockingAsyncStager()},
+    ):
+        told = raised(lambda more=more: dcp.async_save(state_of(0), **more))
+        assert all(part in told for part in ("async_save copies a tensor by its storage", "HP230")), told
+    own = f"{folder}/{dist.get_rank()}"
+    for alone in ({"no_dist": True}, {"use_collectives": False}):
+        told = raised(lambda alone=alone: dcp.save(state_of(0), checkpoint_id=own, **alone))
+        assert all(part in told for part in ("a checkpoint of this rank alone would miss the others", "HP230")), told
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    copies = {"a": distribute_tensor(torch.arange(6.0), mesh, [R]), "plain": torch.ones(2)}
+    dcp.save(copies, checkpoint_id=own, no_dist=True)
+    found = {"a": distribute_tensor(torch.zeros(6), mesh, [S0]), "plain": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=own, no_dist=True)
+    assert found["a"].full_tensor().equal(torch.arange(6.0))
+    assert found["plain"].equal(torch.ones(2))
+    file = f"{folder}/whole.pt"
+    if dist.get_rank() == 0:
+        torch.save({"a": torch.arange(6.0), "plain": torch.ones(2)}, file)
+        format_utils.torch_save_to_dcp(file, f"{folder}/converted")
+    dist.barrier()
+    read = {"storage_reader": format_utils.BroadcastingTorchSaveReader(), "checkpoint_id": file}
+    for state in (found, copies):
+        planner = format_utils.DynamicMetaLoadPlanner()
+        told = raised(lambda state=state, planner=planner: dcp.load(state, planner=planner, **read))
+        assert all(part in told for part in ("BroadcastingTorchSaveReader: a is a distributed tensor", "HP144")), told
+    found = {"a": distribute_tensor(torch.zeros(6), mesh, [S0]), "plain": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=f"{folder}/converted")
+    assert found["a"].full_tensor().equal(torch.arange(6.0))
+
+
+def torchs_own(folder):
+    """Each library loads what the other saved, in other layouts and uneven shards."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    mesh, theirs = init_device_mesh("cpu", (2,)), torch.distributed.init_device_mesh("cpu", (2,))
+    value = torch.arange(20.0).view(5, 4)
+    layouts = ((S0, tensor.Shard(1)), (S1, tensor.Replicate()), (R, tensor.Shard(0)), (S0, tensor.Shard(0)))
+    for number, (ours, other) in enumerate(layouts):
+        places = [f"{folder}/{name}{number}" for name in ("ours", "theirs")]
+        saved = [distribute_tensor(value, mesh, [ours]), tensor.distribute_tensor(value, theirs, [other])]
+        empty = [tensor.distribute_tensor(value * 0, theirs, [other]), distribute_tensor(value * 0, mesh, [ours])]
+        for place, source, target in zip(places, saved, empty, strict=True):
+            dcp.save({"a": source}, checkpoint_id=place)
+            dcp.load({"a": target}, checkpoint_id=place)
+            assert target.full_tensor().equal(value), (ours, other)
+    alone = f"{folder}/alone"
+    if dist.get_rank() == 0:  # torch's own tensors are not refused when saved like that
+        dcp.save(
+            {"a": tensor.distribute_tensor(value, theirs, [tensor.Shard(0)], src_data_rank=None)},
+            checkpoint_id=alone,
+            no_dist=True,
+        )
+    dist.barrier()
+    told = raised(lambda: dcp.load({"a": distribute_tensor(value * 0, mesh, [S0])}, checkpoint_id=alone))
+    assert all(part in told for part in ("the checkpoint has only 0 of the 8 elements of a", "HP144")), told
+
+
 def like_on_meta(value):
     if not isinstance(value, DTensor):
         return torch.empty_like(value)
     local = torch.empty(value.local_shape, device="meta")
     return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape)
+
+
+def test_what_would_lose_shards_or_hang_is_refused(tmp_path):
+    run_ranks(refusals, 2, str(tmp_path), timeout=240)
+
+
+def test_resharding_between_libraries(tmp_path):
+    run_ranks(torchs_own, 2, str(tmp_path), timeout=240)
 
 
 def test_files_of_hugging_face(tmp_path):

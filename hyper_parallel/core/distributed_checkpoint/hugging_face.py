@@ -19,12 +19,12 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
-from hyper_parallel.core.distributed_checkpoint.chunks import ChunkList, Place
+from hyper_parallel.core.distributed_checkpoint.chunks import Place
 from hyper_parallel.core.distributed_checkpoint.data_file import (
     DataFile,
     Piece,
@@ -41,12 +41,18 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
     ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
     dtype_name,
 )
 from hyper_parallel.core.distributed_checkpoint.report import some
 from hyper_parallel.core.distributed_checkpoint.saving import prepare
+from hyper_parallel.core.distributed_checkpoint.stacking import (
+    Found,
+    ReadRename,
+    SliceOf,
+    apply_rename,
+    put_together,
+)
 from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank, flattened
 from hyper_parallel.core.distributed_checkpoint.streaming import Source, write_plain_file
 from hyper_parallel.core.distributed_checkpoint.strict_json import Field, parse, quoted
@@ -60,6 +66,8 @@ MOST_INDEX_BYTES = 100_000_000
 SHARD_BYTES = 5 * 2**30
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 _EMBEDDINGS = ("embed", "wte", "shared")
+
+__all__ = ["HuggingFaceReader", "SliceOf", "export_hugging_face", "reader_for", "save_hugging_face"]
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 
@@ -77,8 +85,9 @@ def reader_for(path: str | os.PathLike[str], *, follow_links: bool = False, **op
 class HuggingFaceReader(FileSystemReader):
     """Reads a folder of Hugging Face, or one safetensors file; there are no checksums to ``verify``.
 
-    ``rename`` says what a tensor of the files is called in the state dict. Files that are links, as in the cache of
-    Hugging Face, are opened with ``follow_links=True`` only.
+    ``rename`` says what a tensor of the files is called in the state dict, or that it is a slice of a larger one
+    (:class:`SliceOf`). Files that are links, as in the cache of Hugging Face, are opened with ``follow_links=True``
+    only.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class HuggingFaceReader(FileSystemReader):
         path: str | os.PathLike[str] | None = None,
         *,
         follow_links: bool = False,
-        rename: Rename = None,
+        rename: ReadRename = None,
         verify: bool = True,
         allow_pickle: bool | None = False,
         progress: Progress | None = None,
@@ -94,27 +103,37 @@ class HuggingFaceReader(FileSystemReader):
         super().__init__(path, verify=verify, allow_pickle=allow_pickle, progress=progress)
         self._follow_links = follow_links
         self._rename = rename
-        self._keys: dict[str, str] = {}
+        self._keys: dict[tuple[str, tuple[int, ...]], str] = {}  # by a tensor's name and where a chunk begins in it
 
     def load_metadata(self) -> Metadata:
-        self._keys = {}
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for name, expected in self._files().items():
-            with self.open(name) as file:
+        tensors: dict[str, list[Found]] = {}
+        for place, expected in self._files().items():
+            with self.open(place) as file:
                 text = file.header.metadata.get(OUR_TEXT)
                 if text is not None and self._rename is None and self._is_file:
                     return self._our_own(file, text)
                 _check_names(file, expected)
-                tensors.update(self._tensor(name, entry, file) for entry in file.header.entries.values())
-        return Metadata(tensors, {}, Stored("0" * 16, 1, {}, "safetensors"))
+                for entry in file.header.entries.values():
+                    target = apply_rename(self._rename, entry.key)
+                    name = target if isinstance(target, str) else target.name
+                    tensors.setdefault(name, []).append(Found(entry, place, target, file.path))
+        known, self._keys = put_together(tensors)
+        return Metadata(known, {}, Stored("0" * 16, 1, {}, "safetensors"))
 
     def open(self, place: Place) -> DataFile:
         path = self.folder if self._is_file else self.folder / str(place)
         with _links_explained(self._follow_links):
             return open_data_file(path, ours=False, follow_links=self._follow_links)
 
-    def key(self, name: str, chunk: ChunkStorageMetadata) -> str:  # noqa: ARG002 - here every chunk is a whole tensor
-        return self._keys.get(name, name)
+    def key(self, name: str, chunk: ChunkStorageMetadata) -> str:
+        return self._keys.get((name, tuple(chunk.offsets)), name)
+
+    def entry(self, file: DataFile, name: str, chunk: ChunkStorageMetadata) -> Entry:
+        in_file = file.header.entries.get(self.key(name, chunk))
+        dtype = dtype_name(self._stored(name).properties.dtype)
+        if in_file is not None and ((1, *in_file.shape), in_file.dtype) == (tuple(chunk.sizes), dtype):
+            return replace(in_file, shape=tuple(chunk.sizes))  # a slice, whose dim 0 is not in the file
+        return super().entry(file, name, chunk)
 
     @property
     def _is_file(self) -> bool:
@@ -133,15 +152,6 @@ class HuggingFaceReader(FileSystemReader):
         with _links_explained(self._follow_links):
             data = read_small_file(self.folder / INDEX, MOST_INDEX_BYTES, follow_links=self._follow_links)
         return _indexed(parse(data, self.folder / INDEX))
-
-    def _tensor(self, place: str, entry: Entry, file: DataFile) -> tuple[str, TensorStorageMetadata]:
-        name = _renamed(self._rename, entry.key)
-        if name in self._keys:
-            told = f"the names {quoted(self._keys[name])} and {quoted(entry.key)} both become {quoted(name)}"
-            raise CheckpointError(coded("HP516", told), file=file.path, field=entry.key)
-        self._keys[name] = entry.key
-        chunk = ChunkStorageMetadata((0,) * len(entry.shape), entry.shape)
-        return name, TensorStorageMetadata(TensorProperties(entry.dtype), entry.shape, ChunkList((chunk,), (place,)))
 
     def _our_own(self, file: DataFile, text: str) -> Metadata:
         """What `convert` wrote into a file beside its tensors: names of tied tensors, paths, objects."""

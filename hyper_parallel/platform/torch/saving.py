@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.torch.checkpoint_guards import guard_loading, guard_saving, refuse_staging
 
 _WAYS_OUT = (
     "On all ranks call save(state_dict, checkpoint_id=folder) of hyper_parallel.core.distributed_checkpoint, or "
@@ -55,6 +57,11 @@ class SavedInChunks:
 
     # --- torch.distributed.checkpoint
 
+    def data_ptr(self) -> int:
+        """Where this rank's data begins; torch.distributed.checkpoint.async_save is told what to call instead."""
+        refuse_staging(sys._getframe(1).f_globals.get("__name__"))
+        return super().data_ptr()  # type: ignore[misc]
+
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002 - torch's name
         from torch.distributed.checkpoint import metadata, planner
 
@@ -62,7 +69,7 @@ class SavedInChunks:
             raise ValueError(
                 coded("HP213", f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first")
             )
-        guard_hugging_face_writer()
+        guard_saving()
         properties = metadata.TensorProperties.create_from_tensor(self._local)
         return [
             planner.WriteItem(
@@ -76,6 +83,7 @@ class SavedInChunks:
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        guard_loading()
         boxes = [box for box, _ in self._boxes()]
         return [
             ChunkStorageMetadata(torch.Size(offset for offset, _ in box), torch.Size(size for _, size in box))
@@ -175,33 +183,3 @@ def guard_safetensors() -> None:
     for name in ("_flatten", "_flatten_as_ptr", "_remove_duplicate_names"):
         if hasattr(module, name):
             setattr(module, name, _refuse_shards(getattr(module, name)))
-
-
-# --- torch's writer of Hugging Face's files
-
-
-@functools.cache
-def guard_hugging_face_writer() -> None:
-    """Has torch's writer refuse shards where every rank would write a file of its own under the same name."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
-
-    prepare = Writer.prepare_local_plan
-
-    def checked(writer: Any, plan: Any) -> Any:
-        shards = [] if writer.save_distributed else [item for item in plan.items if _is_part(item)]
-        if shards:
-            raise ValueError(
-                coded(
-                    "HP230",
-                    f"HuggingFaceStorageWriter: {shards[0].index.fqn} is one of several shards, which every rank would "
-                    "write to the same file; pass save_distributed=True, and enable_consolidation=True for whole files",
-                )
-            )
-        return prepare(writer, plan)
-
-    Writer.prepare_local_plan = checked  # type: ignore[method-assign, assignment]
-
-
-def _is_part(item: Any) -> bool:
-    data = item.tensor_data
-    return data is not None and data.chunk.sizes != data.size
