@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.torch.checkpoint_guards import guard_loading, guard_saving, refuse_staging
 
 _WAYS_OUT = (
     "On all ranks call save(state_dict, checkpoint_id=folder) of hyper_parallel.core.distributed_checkpoint, or "
@@ -59,11 +58,15 @@ class SavedInChunks:
 
     def data_ptr(self) -> int:
         """Where this rank's data begins; torch.distributed.checkpoint.async_save is told what to call instead."""
+        from hyper_parallel.platform.torch.checkpoint_guards import refuse_staging
+
         refuse_staging(sys._getframe(1).f_globals.get("__name__"))
         return super().data_ptr()  # type: ignore[misc]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002 - torch's name
         from torch.distributed.checkpoint import metadata, planner
+
+        from hyper_parallel.platform.torch.checkpoint_guards import guard_saving
 
         if self._layout.is_partial():
             raise ValueError(
@@ -82,6 +85,8 @@ class SavedInChunks:
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        from hyper_parallel.platform.torch.checkpoint_guards import guard_loading
 
         guard_loading()
         boxes = [box for box, _ in self._boxes()]
