@@ -52,7 +52,6 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
         check_explicit("getitem", input, 0, _with(layout, axes, Replicate()))
     spans = layout.shard_of(shape)
     part = platform.call_where_empty(_own_part, (input._local, chosen, spans), {})
-    part = platform.tied(part, [input._local])  # a rank that has nothing of it takes part in backward all the same
     sizes = [size if one is None else len(one) for size, one in zip(shape, chosen, strict=True)]
     summed = DTensor(part, _with(layout, axes, Partial()), sizes)
     found = DTensor.redistribute(summed, None, _with(layout, axes, Replicate()))
@@ -88,6 +87,8 @@ def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[range | None]:
 
 def _own_part(shard: Any, chosen: Sequence[range | None], spans: Sequence[tuple[int, int]]) -> Any:
     """What this rank has of the part, and minus zero for what it has not: added, that changes nothing, not even -0."""
+    if len(shard.shape) == 1:  # of one dim and without elements, torch.cat would drop it from the graph
+        return _own_part(call("unsqueeze")(shard, 0), [None, *chosen], [(0, 1), *spans])[0]
     for dim, (one, (offset, size)) in enumerate(zip(chosen, spans, strict=True)):
         if one is None:
             continue
