@@ -173,3 +173,14 @@ def test_what_torch_returns_itself_is_returned_itself():
         leaf.flatten().register_hook(seen.append)
         (leaf * 2 + leaf.flatten()).sum().backward()
         torch.testing.assert_close([g.full_tensor() for g in seen], [torch.full((3,), 3.0, dtype=torch.float64)])
+
+
+@on_ranks(2)
+def test_strides_are_those_of_one_device():
+    """Also of a shard of one row, which is contiguous in either order."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    plain = torch.arange(8.0).view(2, 4)
+    for place in (S0, S1, R):
+        spread = distribute_tensor(plain, mesh, [place])
+        for change in (lambda x: x, lambda x: x.t(), lambda x: x.t().contiguous(), lambda x: x.unsqueeze(1)):
+            assert change(spread).stride() == change(plain).stride()

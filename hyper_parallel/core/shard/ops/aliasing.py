@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.shard.here import Here
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.strides import strides_of_whole
 
 platform = get_platform()
 
@@ -42,28 +43,23 @@ def contiguous_shard(whole: Sizes, shard: Any) -> Any:
     local = shard.contiguous()
     if local is not shard or not platform.counts_changes:
         return local
-    strides = _strides_of_whole(whole, tuple(shard.shape), shard.stride())
-    steps = zip(whole, strides, _contiguous_strides(whole), strict=True)
-    return shard if all(size == 1 or stride == usual for size, stride, usual in steps) else shard.clone()
+    return shard if _is_contiguous_whole(whole, tuple(shard.shape), shard.stride()) else shard.clone()
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_contiguous_whole(whole: Sizes, local: Sizes, strides: Sizes) -> bool:
+    """Whether a whole is contiguous of which a contiguous shard has these strides."""
+    steps = zip(whole, strides_of_whole(whole, local, strides), _contiguous_strides(whole), strict=True)
+    return all(size == 1 or stride == usual for size, stride, usual in steps)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_view_of_shard_alone(whole: Sizes, local: Sizes, strides: Sizes, new: Sizes, size: Sizes) -> bool:
     """Whether a shard with these strides has a view of that size, but the whole has none of its new shape."""
-    if strides == _contiguous_strides(local) or not platform.can_view(local, strides, size):
+    if not platform.can_view(local, strides, size):
         return False
-    return not platform.can_view(whole, _strides_of_whole(whole, local, strides), new)
+    return not platform.can_view(whole, strides_of_whole(whole, local, strides), new)
 
 
 def _contiguous_strides(sizes: Sizes) -> Sizes:
     return tuple(math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes)))
-
-
-def _strides_of_whole(whole: Sizes, local: Sizes, strides: Sizes) -> Sizes:
-    """The strides of a whole whose dims lie in memory in the order in which those of its shard do."""
-    found = []
-    for dim, stride in enumerate(strides):
-        inner = [i for i, other in enumerate(strides) if 0 < other < stride or (other == stride and i > dim)]
-        grown = math.prod(max(whole[i], 1) for i in inner)
-        found.append(stride * grown // math.prod(max(local[i], 1) for i in inner))
-    return tuple(found)

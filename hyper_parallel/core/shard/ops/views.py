@@ -158,8 +158,7 @@ def _flatten(input: Any, start_dim: int, end_dim: int) -> Ruled:
 
 
 def _flatten_shard(here: Here, input: Any, start_dim: int, end_dim: int) -> Any:
-    ready = _to_flat(here, input, start_dim, end_dim)
-    return ready(input)
+    return _to_flat(here, input, start_dim, end_dim)(input)
 
 
 def _to_flat(here: Here, input: Any, start_dim: int, end_dim: int) -> Callable[..., Any]:
