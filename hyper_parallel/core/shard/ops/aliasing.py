@@ -33,7 +33,7 @@ def reshape_shard(here: Here) -> Callable[..., Any]:
     def reshape(shard: Any, *_: Any, **__: Any) -> Any:
         result, strides = shard.reshape(size), shard.stride()
         copied = strides != usual and _is_view_of_shard_alone(whole, local, strides, new, size)
-        return result.clone() if copied else result
+        return _copy_in_order(result) if copied else result
 
     return reshape
 
@@ -43,7 +43,12 @@ def contiguous_shard(whole: Sizes, shard: Any) -> Any:
     local = shard.contiguous()
     if local is not shard or not platform.counts_changes:
         return local
-    return shard if _is_contiguous_whole(whole, tuple(shard.shape), shard.stride()) else shard.clone()
+    return shard if _is_contiguous_whole(whole, tuple(shard.shape), shard.stride()) else _copy_in_order(shard)
+
+
+def _copy_in_order(shard: Any) -> Any:
+    """A copy with the strides of a contiguous tensor; clone() would keep those of dims of one."""
+    return platform.changed(platform.empty(tuple(shard.shape), dtype=shard.dtype, device=shard.device), shard)
 
 
 @functools.lru_cache(maxsize=1 << 12)
