@@ -10,9 +10,8 @@ table; one along a dim that is cut is a lookup, several need their dims whole.
 
 from __future__ import annotations
 
-import operator as python
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -22,7 +21,7 @@ from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicate
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.scatters import is_mask, put, put_at_, with_indices
-from hyper_parallel.core.shard.ops.slices import is_small_part, take_small_part
+from hyper_parallel.core.shard.ops.slices import Range, is_small_part, ranges_of, take_small_part
 from hyper_parallel.core.shard.ops.stages import is_cut
 from hyper_parallel.core.shard.ops.views import moved
 from hyper_parallel.core.shard.rule import Rule
@@ -166,23 +165,6 @@ operator("index_at", "input, dims, indices", _index_at)
 # --- writing
 
 
-class _Range(NamedTuple):
-    """Some indices of a dim: ``length`` from ``start`` by ``step``."""
-
-    start: int
-    length: int
-    step: int
-
-    def within(self, offset: int, size: int) -> tuple[slice, slice]:
-        """Which elements of a piece are among them, and which of them those are."""
-        first = max(0, -(-(offset - self.start) // self.step))
-        past = max(first, min(self.length, -(-(offset + size - self.start) // self.step)))
-        if past == first:
-            return slice(0, 0), slice(0, 0)
-        begin = self.start + first * self.step - offset
-        return slice(begin, begin + (past - first - 1) * self.step + 1, self.step), slice(first, past)
-
-
 def _setitem(input: Any, index: Any, value: Any) -> None:
     refuse_copy("setitem", input)
     value = _as_value(value, input)
@@ -214,7 +196,7 @@ def _filled(value: Any, input: Any) -> Any:
 def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     """Every rank writes what is its own; nothing of the target is communicated."""
     shape = tuple(input.shape)
-    ranges = _ranges(shape, [item for item in items if item is not None])
+    ranges = ranges_of(shape, [item for item in items if item is not None])
     spans = input._layout.shard_of(shape)
     pieces = [chosen.within(*span) for chosen, span in zip(ranges, spans, strict=True)]
     own = tuple(piece for piece, _ in pieces)
@@ -231,23 +213,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     hold(input, platform.assign(input._local, own, part))
 
 
-def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[_Range]:
-    found = []
-    for size, item in zip(shape, items, strict=True):
-        if isinstance(item, slice):
-            start, stop, step = item.indices(size)
-            if step <= 0:
-                raise ValueError("step must be greater than zero")
-            found.append(_Range(start, len(range(start, stop, step)), step))
-            continue
-        at = python.index(item)
-        if not -size <= at < size:
-            raise IndexError(f"index {at} is out of bounds for a dim of size {size}")
-        found.append(_Range(at % size, 1, 1))
-    return found
-
-
-def _region(items: Sequence[Any], ranges: Sequence[_Range]) -> list[int]:
+def _region(items: Sequence[Any], ranges: Sequence[Range]) -> list[int]:
     """The shape of what is written to, as reading it would give."""
     following = iter(ranges)
     sizes = [(item, 1 if item is None else next(following).length) for item in items]
@@ -263,9 +229,9 @@ def _stretched(value: Any, region: Sequence[int], input: Any) -> Any:
     return value if tuple(value.shape) == tuple(region) else value.expand(list(region))
 
 
-def _layout_of_value(input: Any, ranges: Sequence[_Range]) -> tuple[Layout, tuple[int, ...]]:
+def _layout_of_value(input: Any, ranges: Sequence[Range]) -> tuple[Layout, tuple[int, ...]]:
     """How the value lies: as the target along dims that are written whole; along others every rank takes its part."""
-    whole = [chosen == _Range(0, size, 1) for chosen, size in zip(ranges, input.shape, strict=True)]
+    whole = [chosen.is_all(size) for chosen, size in zip(ranges, input.shape, strict=True)]
     placements: list[Placement] = []
     summed = []
     for axis, placement in enumerate(input._layout.placements):

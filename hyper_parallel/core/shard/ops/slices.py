@@ -10,8 +10,9 @@ A part that is not small goes the way of the rule: its dim is gathered and anoth
 from __future__ import annotations
 
 import math
+import operator as python
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -27,6 +28,44 @@ ALL = slice(None)
 SUMMED = ("float16", "bfloat16", "float32", "float64", "int32", "int64")  # that every backend adds up, exactly
 
 
+class Range(NamedTuple):
+    """Some indices of a dim: ``length`` from ``start`` by ``step``."""
+
+    start: int
+    length: int
+    step: int
+
+    def within(self, offset: int, size: int) -> tuple[slice, slice]:
+        """Which elements of a piece are among them, and which of them those are."""
+        first = max(0, -(-(offset - self.start) // self.step))
+        past = max(first, min(self.length, -(-(offset + size - self.start) // self.step)))
+        if past == first:
+            return slice(0, 0), slice(0, 0)
+        begin = self.start + first * self.step - offset
+        return slice(begin, begin + (past - first - 1) * self.step + 1, self.step), slice(first, past)
+
+    def is_all(self, size: int) -> bool:
+        """Whether they are all of a dim of that size."""
+        return self == Range(0, size, 1)
+
+
+def ranges_of(shape: Sequence[int], items: Sequence[Any]) -> list[Range]:
+    """The indices that ints and slices take of each dim."""
+    found = []
+    for size, item in zip(shape, items, strict=True):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step <= 0:
+                raise ValueError("step must be greater than zero")
+            found.append(Range(start, len(range(start, stop, step)), step))
+            continue
+        at = python.index(item)
+        if not -size <= at < size:
+            raise IndexError(f"index {at} is out of bounds for a dim of size {size}")
+        found.append(Range(at % size, 1, 1))
+    return found
+
+
 def is_small_part(input: Any, items: Sequence[Any]) -> bool:
     """Whether these ints, slices and Nones take so little along cut dims that an all-reduce moves no more bytes."""
     layout, shape = input.layout, tuple(input.shape)
@@ -34,25 +73,24 @@ def is_small_part(input: Any, items: Sequence[Any]) -> bool:
     plain = all(isinstance(p, Replicate) or type(p) is Shard for p in layout.placements)
     if name not in SUMMED or not plain or layout.is_fused:
         return False
-    chosen = _ranges(shape, items)
-    forward = all(one is None or one.step > 0 for one in chosen)
-    if not forward or not any(one is not None and layout.dim_axes[dim] for dim, one in enumerate(chosen)):
+    chosen = _parts(shape, items)
+    if not any(one is not None and layout.dim_axes[dim] for dim, one in enumerate(chosen)):
         return False
     held = layout.local_shape(shape, (0,) * layout.mesh.ndim)
-    taken = [size if one is None else len(one) for size, one in zip(held, chosen, strict=True)]
+    taken = [size if one is None else one.length for size, one in zip(held, chosen, strict=True)]
     return bool(0 < 2 * math.prod(taken) <= math.prod(held))
 
 
 def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
     """``input[items]`` on every rank along the axes that cut the dims of which a part is taken."""
     layout, shape = input.layout, tuple(input.shape)
-    chosen = _ranges(shape, items)
+    chosen = _parts(shape, items)
     axes = {axis for dim, one in enumerate(chosen) if one is not None for axis in layout.dim_axes[dim]}
     if MODES.explicit:
         check_explicit("getitem", input, 0, _with(layout, axes, Replicate()))
     spans = layout.shard_of(shape)
     part = platform.call_where_empty(_own_part, (input._local, chosen, spans), {})
-    sizes = [size if one is None else len(one) for size, one in zip(shape, chosen, strict=True)]
+    sizes = [size if one is None else one.length for size, one in zip(shape, chosen, strict=True)]
     summed = DTensor(part, _with(layout, axes, Partial()), sizes)
     found = DTensor.redistribute(summed, None, _with(layout, axes, Replicate()))
     # Ints take their dims away and None makes new ones, which touches no dim that is cut.
@@ -62,47 +100,29 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
     return found
 
 
+def _parts(shape: Sequence[int], items: Sequence[Any]) -> list[Range | None]:
+    """The indices that are taken of every dim; None where it is all of it."""
+    chosen = ranges_of(shape, [item for item in items if item is not None])
+    return [None if one.is_all(size) else one for one, size in zip(chosen, shape, strict=True)]
+
+
 def _with(layout: Layout, axes: set[int], placement: Any) -> Layout:
     placements = enumerate(layout.placements)
     return layout.with_placements([placement if axis in axes else p for axis, p in placements])
 
 
-def _ranges(shape: Sequence[int], items: Sequence[Any]) -> list[range | None]:
-    """The indices that are taken of every dim; None where it is all of it."""
-    found: list[range | None] = []
-    for item in items:
-        if item is None:
-            continue
-        size = shape[len(found)]
-        if isinstance(item, slice):
-            taken = range(*item.indices(size))
-            found.append(None if taken == range(size) else taken)
-            continue
-        at = item.__index__()
-        if not -size <= at < size:
-            raise IndexError(f"index {at} is out of bounds for dimension {len(found)} with size {size}")
-        found.append(range(at % size, at % size + 1))
-    return found
-
-
-def _own_part(shard: Any, chosen: Sequence[range | None], spans: Sequence[tuple[int, int]]) -> Any:
+def _own_part(shard: Any, chosen: Sequence[Range | None], spans: Sequence[tuple[int, int]]) -> Any:
     """What this rank has of the part, and minus zero for what it has not: added, that changes nothing, not even -0."""
     if len(shard.shape) == 1:  # of one dim and without elements, torch.cat would drop it from the graph
         return _own_part(call("unsqueeze")(shard, 0), [None, *chosen], [(0, 1), *spans])[0]
     for dim, (one, (offset, size)) in enumerate(zip(chosen, spans, strict=True)):
         if one is None:
             continue
-        first = _count_below(one, offset)
-        past = _count_below(one, offset + size)
-        begin, end = (one[first] - offset, one[past - 1] - offset + 1) if past > first else (0, 0)
-        own = call("getitem")(shard, (ALL,) * dim + (slice(begin, end, one.step),))
-        shard = platform.cat([_nothing(shard, dim, first), own, _nothing(shard, dim, len(one) - past)], dim)
+        piece, taken = one.within(offset, size)
+        own = call("getitem")(shard, (*(ALL,) * dim, piece))
+        before, after = _nothing(shard, dim, taken.start), _nothing(shard, dim, one.length - taken.stop)
+        shard = platform.cat([before, own, after], dim)
     return shard
-
-
-def _count_below(numbers: range, limit: int) -> int:
-    """How many of these rising numbers are below a limit."""
-    return min(len(numbers), max(0, -(-(limit - numbers.start) // numbers.step)))
 
 
 def _nothing(like: Any, dim: int, count: int) -> Any:
