@@ -10,7 +10,10 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("hyper_parallel/core/shard/_fast.c", "hyper_parallel/core/distributed_checkpoint/_block_sums.c")
+SOURCES = (
+    "hyper_parallel/core/shard/_fast.c",
+    "hyper_parallel/core/distributed_checkpoint/_block_sums.c",
+)
 
 
 class CompileFastPaths(BuildHookInterface):
@@ -22,7 +25,9 @@ class CompileFastPaths(BuildHookInterface):
             try:
                 compile_module(Path(self.root) / source, Path(self.root) / target)
             except (OSError, subprocess.CalledProcessError) as error:
-                self.app.display_warning(f"{source} was not compiled ({error}); its Python twin will do")
+                self.app.display_warning(
+                    f"{source} was not compiled ({error}); its Python twin will do"
+                )
                 continue
             build_data["artifacts"].append(str(target))
             build_data["pure_python"] = False
@@ -31,10 +36,16 @@ class CompileFastPaths(BuildHookInterface):
 
 def compile_module(source, target):
     """Compiles one C file; the module appears whole or not at all, as processes may have the old one open."""
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    compiler = shlex.split(
+        os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    )
     include = sysconfig.get_paths()["include"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         flags = ["-O2", "-shared", "-fPIC", f"-I{include}"]
-        subprocess.run([*compiler, *flags, str(source), "-o", str(made)], check=True, capture_output=True)  # noqa: S603
+        subprocess.run(  # noqa: S603
+            [*compiler, *flags, str(source), "-o", str(made)],
+            check=True,
+            capture_output=True,
+        )
         made.replace(target)

@@ -13,7 +13,12 @@ import statistics
 import time
 
 from hyper_parallel import Layout, Replicate, Shard
-from hyper_parallel.core.distributed_checkpoint.entries import Entry, cut_of, digest, writers
+from hyper_parallel.core.distributed_checkpoint.entries import (
+    Entry,
+    cut_of,
+    digest,
+    writers,
+)
 from hyper_parallel.core.distributed_checkpoint.format import Stored, to_bytes
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.standard_planner import plan_for
@@ -28,8 +33,17 @@ def shapes():
     yield "head", (128256, DIM), 0
     yield "norm", (DIM,), None
     for layer in range(LAYERS):
-        matrices = {"q": (DIM, DIM, 0), "k": (1024, DIM, 0), "v": (1024, DIM, 0), "o": (DIM, DIM, 1)}
-        matrices |= {"gate": (HIDDEN, DIM, 0), "up": (HIDDEN, DIM, 0), "down": (DIM, HIDDEN, 1)}
+        matrices = {
+            "q": (DIM, DIM, 0),
+            "k": (1024, DIM, 0),
+            "v": (1024, DIM, 0),
+            "o": (DIM, DIM, 1),
+        }
+        matrices |= {
+            "gate": (HIDDEN, DIM, 0),
+            "up": (HIDDEN, DIM, 0),
+            "down": (DIM, HIDDEN, 1),
+        }
         for name, (rows, columns, dim) in matrices.items():
             yield f"{layer}.{name}", (rows, columns), dim
         for name in ("norm1", "norm2"):
@@ -41,9 +55,15 @@ def entries_on(ranks, sharded):
     dp = Shard(0) if sharded else Replicate()
     found = []
     for name, shape, dim in shapes():
-        placed = [Replicate() if dim is None else dp, Replicate() if dim is None else Shard(dim)]
+        placed = [
+            Replicate() if dim is None else dp,
+            Replicate() if dim is None else Shard(dim),
+        ]
         cut = cut_of(layout(placed).bind(len(shape)))
-        found += [Entry(f"{kind}.{name}", "float32", shape, cut) for kind in ("model", "exp_avg", "exp_avg_sq")]
+        found += [
+            Entry(f"{kind}.{name}", "float32", shape, cut)
+            for kind in ("model", "exp_avg", "exp_avg_sq")
+        ]
     return found
 
 
@@ -58,18 +78,25 @@ def measured(ranks, sharded):
         start = time.process_time()
         digest(entries)
         again.append(time.process_time() - start)
-    metadata = to_bytes(Metadata(tensors, {}, Stored("0" * 16, ranks, {}, "hyper_parallel")))
+    metadata = to_bytes(
+        Metadata(tensors, {}, Stored("0" * 16, ranks, {}, "hyper_parallel"))
+    )
     return statistics.median(plan), statistics.median(again), len(items), len(metadata)
 
 
 def main():
-    for sharded, title in ((False, "cut along tp, copied along dp"), (True, "cut along tp and dp")):
+    for sharded, title in (
+        (False, "cut along tp, copied along dp"),
+        (True, "cut along tp and dp"),
+    ):
         print(f"\n{title}\n")
         print("| ranks | plan, ms | again, ms | items | metadata, KiB |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         for ranks in RANKS:
             plan, again, items, metadata = measured(ranks, sharded)
-            print(f"| {ranks:,} | {plan * 1e3:.0f} | {again * 1e3:.0f} | {items:,} | {metadata / 1024:.0f} |")
+            print(
+                f"| {ranks:,} | {plan * 1e3:.0f} | {again * 1e3:.0f} | {items:,} | {metadata / 1024:.0f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -35,31 +35,58 @@ MADE = {
     "raw_write": "raw-*", "safetensors_save": "one.safetensors", "save": "ours", "async_save": "ours",
     "torch_save": "torch", "torch_async_save": "torch",
 }  # fmt: skip
-WRITE, STEP = 1 << 18, 1 << 22  # what raw code writes and reads at a time; 4 MiB at a time would be written slower
+WRITE, STEP = (
+    1 << 18,
+    1 << 22,
+)  # what raw code writes and reads at a time; 4 MiB at a time would be written slower
 
 
 class Bench:
     """The state on one rank, and each way as a method."""
 
     def __init__(self, folder):
-        self.folder, self.rank, ranks = Path(folder), dist.get_rank(), dist.get_world_size()
+        self.folder, self.rank, ranks = (
+            Path(folder),
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
         mesh = init_device_mesh("cpu", (ranks,))
         rows, columns = (SIDE // ranks, SIDE), (SIDE, SIDE // ranks)
         whole = (SIDE, SIDE)
         generator = torch.Generator().manual_seed(self.rank)
-        self.rows = {str(n): torch.randn(rows, generator=generator) for n in range(TENSORS)}
+        self.rows = {
+            str(n): torch.randn(rows, generator=generator) for n in range(TENSORS)
+        }
         self.columns = {str(n): torch.zeros(columns) for n in range(TENSORS)}
-        self.ours = {n: DTensor.from_local(t, mesh, [Shard(0)], shape=whole) for n, t in self.rows.items()}
-        self.ours_columns = {n: DTensor.from_local(t, mesh, [Shard(1)], shape=whole) for n, t in self.columns.items()}
+        self.ours = {
+            n: DTensor.from_local(t, mesh, [Shard(0)], shape=whole)
+            for n, t in self.rows.items()
+        }
+        self.ours_columns = {
+            n: DTensor.from_local(t, mesh, [Shard(1)], shape=whole)
+            for n, t in self.columns.items()
+        }
         theirs = native.init_device_mesh("cpu", (ranks,))
-        self.theirs = {n: native.DTensor.from_local(t, theirs, [native.Shard(0)]) for n, t in self.rows.items()}
+        self.theirs = {
+            n: native.DTensor.from_local(t, theirs, [native.Shard(0)])
+            for n, t in self.rows.items()
+        }
         placed = [native.Shard(1)]
-        self.theirs_columns = {n: native.DTensor.from_local(t, theirs, placed) for n, t in self.columns.items()}
-        self.whole = {n: torch.zeros(whole) for n in self.rows} if self.rank == 0 else {}
+        self.theirs_columns = {
+            n: native.DTensor.from_local(t, theirs, placed)
+            for n, t in self.columns.items()
+        }
+        self.whole = (
+            {n: torch.zeros(whole) for n in self.rows} if self.rank == 0 else {}
+        )
         self.copies = {n: torch.zeros_like(t) for n, t in self.rows.items()}
 
     def raw_write(self):
-        fd = os.open(self.folder / f"raw-{self.rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        fd = os.open(
+            self.folder / f"raw-{self.rank}",
+            os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+            0o666,
+        )
         for tensor in self.rows.values():
             data = memoryview(tensor.numpy().reshape(-1).view(np.uint8))
             for at in range(0, len(data), WRITE):
@@ -101,7 +128,9 @@ class Bench:
         native_checkpoint.load(self.theirs_columns, checkpoint_id=self.folder / "torch")
 
     def torch_async_save(self):
-        self.response = native_checkpoint.async_save(self.theirs, checkpoint_id=self.folder / "torch")
+        self.response = native_checkpoint.async_save(
+            self.theirs, checkpoint_id=self.folder / "torch"
+        )
 
     def safetensors_save(self):
         if self.rank == 0:
@@ -154,7 +183,11 @@ def peak():
 
 
 def memory(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) / 1024
 
 

@@ -30,17 +30,25 @@ def measure(elements):
     return {
         "reduce_scatter": interleaved(
             {
-                "torch": lambda: dist.reduce_scatter_single(torch.empty(elements // ranks), x),
+                "torch": lambda: dist.reduce_scatter_single(
+                    torch.empty(elements // ranks), x
+                ),
                 "platform": lambda: platform.reduce_scatter_tensor(x, None),
             },
             rounds,
         ),
         "all_reduce": interleaved(
-            {"torch": lambda: dist.all_reduce(x), "platform": lambda: platform.all_reduce(x, None)}, rounds
+            {
+                "torch": lambda: dist.all_reduce(x),
+                "platform": lambda: platform.all_reduce(x, None),
+            },
+            rounds,
         ),
         "all_gather": interleaved(
             {
-                "torch": lambda: dist.all_gather_single(torch.empty(elements * ranks), x),
+                "torch": lambda: dist.all_gather_single(
+                    torch.empty(elements * ranks), x
+                ),
                 "platform": lambda: platform.all_gather_into_tensor(x, None),
             },
             rounds,
@@ -68,10 +76,21 @@ def main():
         print(f"\n{ranks} ranks, medians on rank 0; below 1 the platform is faster")
         print(f"{'':22}{'size':>10}{'torch':>12}{'platform':>12}{'ratio':>8}")
         for elements in (64, 1 << 14, 1 << 18, 1 << 22):
-            for name, medians in run_ranks(measure, ranks, elements, timeout=600)[0].items():
-                torch_ms, platform_ms = medians["torch"] * 1e3, medians["platform"] * 1e3
-                size = f"{elements * 4 / 1024:g} KiB" if elements < 1 << 18 else f"{elements * 4 >> 20} MiB"
-                print(f"{name:22}{size:>10}{torch_ms:>10.3f}ms{platform_ms:>10.3f}ms{platform_ms / torch_ms:>8.2f}")
+            for name, medians in run_ranks(measure, ranks, elements, timeout=600)[
+                0
+            ].items():
+                torch_ms, platform_ms = (
+                    medians["torch"] * 1e3,
+                    medians["platform"] * 1e3,
+                )
+                size = (
+                    f"{elements * 4 / 1024:g} KiB"
+                    if elements < 1 << 18
+                    else f"{elements * 4 >> 20} MiB"
+                )
+                print(
+                    f"{name:22}{size:>10}{torch_ms:>10.3f}ms{platform_ms:>10.3f}ms{platform_ms / torch_ms:>8.2f}"
+                )
     close_ranks()
 
 

@@ -17,7 +17,13 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from by_hand import Copied, Summed
 from timing import in_turns, median, ratio
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.testing import close_ranks, run_ranks
 
 ROUNDS, CALLS = 25, 100
@@ -49,11 +55,16 @@ OPERATORS = {
 def tensors(requires_grad=False):
     """The same small tensors: plain shards, torch's, ours; and the two meshes."""
     torch.manual_seed(0)
-    mesh, theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), native.init_device_mesh("cpu", (2,))
+    mesh, theirs = (
+        init_device_mesh("cpu", (2,), mesh_dim_names=("x",)),
+        native.init_device_mesh("cpu", (2,)),
+    )
     made = {"plain": {}, "torch": {}, "ours": {}}
     for name, (shape, dim) in TENSORS.items():
         whole = torch.randn(shape)
-        made["ours"][name] = distribute_tensor(whole, mesh, [Replicate() if dim is None else Shard(dim)])
+        made["ours"][name] = distribute_tensor(
+            whole, mesh, [Replicate() if dim is None else Shard(dim)]
+        )
         placed = [native.Replicate() if dim is None else native.Shard(dim)]
         made["torch"][name] = native.distribute_tensor(whole, theirs, placed)
         made["plain"][name] = made["ours"][name].to_local().clone()
@@ -74,7 +85,10 @@ def block(t, copied=lambda x: x, summed=lambda x: x):
 
 def blocks(made):
     """The block on both kinds of distributed tensors, and by hand: plain tensors and its two all-reduces."""
-    return {**of_each(made, block), "plain": lambda: block(made["plain"], Copied.apply, Summed.apply)}
+    return {
+        **of_each(made, block),
+        "plain": lambda: block(made["plain"], Copied.apply, Summed.apply),
+    }
 
 
 def of_each(made, call):
@@ -88,7 +102,9 @@ def redistributions(made, mesh, theirs):
     return {
         "from_local": {
             "plain": lambda: None,
-            "torch": lambda: native.DTensor.from_local(local, theirs, placed, run_check=False),
+            "torch": lambda: native.DTensor.from_local(
+                local, theirs, placed, run_check=False
+            ),
             "ours": lambda: DTensor.from_local(local, mesh, [Shard(0)]),
         },
         "to_local": {
@@ -130,13 +146,29 @@ def measure():
     with torch.no_grad():
         made, mesh, theirs = tensors()
         for name, call in OPERATORS.items():
-            lines.append((name, 0.5, in_turns(of_each(made, call), CALLS, ROUNDS, time.thread_time)))
-        lines.append(("linear, a shape for the first time", 0.1, first_calls(made, mesh, theirs)))
+            lines.append(
+                (
+                    name,
+                    0.5,
+                    in_turns(of_each(made, call), CALLS, ROUNDS, time.thread_time),
+                )
+            )
+        lines.append(
+            ("linear, a shape for the first time", 0.1, first_calls(made, mesh, theirs))
+        )
         for name, ways in redistributions(made, mesh, theirs).items():
             budget = {"from_local": 0.2, "redistribution without work": 0.5}.get(name)
-            lines.append((name, budget, in_turns(ways, CALLS, ROUNDS, time.thread_time)))
+            lines.append(
+                (name, budget, in_turns(ways, CALLS, ROUNDS, time.thread_time))
+            )
     made, _, _ = tensors(requires_grad=True)
-    lines.append(("block, forward + backward", 0.2, in_turns(blocks(made), CALLS // 5, ROUNDS, time.thread_time)))
+    lines.append(
+        (
+            "block, forward + backward",
+            0.2,
+            in_turns(blocks(made), CALLS // 5, ROUNDS, time.thread_time),
+        )
+    )
     return lines
 
 
@@ -144,10 +176,16 @@ def main():
     [lines, _] = run_ranks(measure, 2, timeout=600)
     close_ranks()
     print("\nOverhead, microseconds of CPU time a call, on 2 ranks")
-    print(f"{'':36}{'plain':>9}{'torch':>9}{'ours':>9}   overhead, ours / torch's   budget")
+    print(
+        f"{'':36}{'plain':>9}{'torch':>9}{'ours':>9}   overhead, ours / torch's   budget"
+    )
     for name, budget, found in lines:
-        times = "".join(f"{median(found, way):9.1f}" for way in ("plain", "torch", "ours"))
-        print(f"{name:36}{times}{ratio(found, 'ours', 'torch', beyond='plain'):>15.2f}{budget or '':>19}")
+        times = "".join(
+            f"{median(found, way):9.1f}" for way in ("plain", "torch", "ours")
+        )
+        print(
+            f"{name:36}{times}{ratio(found, 'ours', 'torch', beyond='plain'):>15.2f}{budget or '':>19}"
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def measure(elements):
             platform.all_reduce(x, None, op="max")
 
     ways = {"off": lambda: platform.all_reduce(x, None, op="max"), "on": compared}
-    found = in_turns(ways, 1, 400 if elements < 1 << 18 else 50, before=dist.barrier, warm_up=2)
+    found = in_turns(
+        ways, 1, 400 if elements < 1 << 18 else 50, before=dist.barrier, warm_up=2
+    )
     return median(found, "off"), median(found, "on")
 
 

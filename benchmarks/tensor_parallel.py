@@ -26,8 +26,18 @@ from hyper_parallel.core.tensor_parallel import Replicated
 from hyper_parallel.testing import close_ranks, run_ranks
 
 SIZES = {  # dim, hidden, heads, layers, sequence, batch; budget, steps a measurement, measurements
-    "overhead-bound: dim 128, 4 layers, sequence 32, batch 2": ((128, 352, 8, 4, 32, 2), 1.3, 8, 31),
-    "compute-bound: dim 512, 4 layers, sequence 256, batch 4": ((512, 1376, 8, 4, 256, 4), 1.05, 1, 11),
+    "overhead-bound: dim 128, 4 layers, sequence 32, batch 2": (
+        (128, 352, 8, 4, 32, 2),
+        1.3,
+        8,
+        31,
+    ),
+    "compute-bound: dim 512, 4 layers, sequence 256, batch 4": (
+        (512, 1376, 8, 4, 256, 4),
+        1.05,
+        1,
+        11,
+    ),
 }
 RANKS = 2
 
@@ -42,7 +52,9 @@ class Block(nn.Module):
         super().__init__()
         self.size = dim // heads
         self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
         self.up, self.gate = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -51,7 +63,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = self.norm1(x)
-        y = F.scaled_dot_product_attention(*(self.split(w(h)) for w in (self.q, self.k, self.v)), is_causal=True)
+        y = F.scaled_dot_product_attention(
+            *(self.split(w(h)) for w in (self.q, self.k, self.v)), is_causal=True
+        )
         x = x + self.o(y.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -73,12 +87,26 @@ class BlockByHand(nn.Module):
         super().__init__()
         rank = dist.get_rank()
         self.size = whole.size
-        self.enter, self.leave = (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
+        self.enter, self.leave = (
+            (Gathered, Scattered) if sequence_parallel else (Copied, Summed)
+        )
         self.norm1, self.norm2 = whole.norm1, whole.norm2
         for name in ("q", "k", "v", "up", "gate"):
-            setattr(self, name, nn.Parameter(getattr(whole, name).weight.detach().chunk(RANKS)[rank].clone()))
+            setattr(
+                self,
+                name,
+                nn.Parameter(
+                    getattr(whole, name).weight.detach().chunk(RANKS)[rank].clone()
+                ),
+            )
         for name in ("o", "down"):
-            setattr(self, name, nn.Parameter(getattr(whole, name).weight.detach().chunk(RANKS, 1)[rank].clone()))
+            setattr(
+                self,
+                name,
+                nn.Parameter(
+                    getattr(whole, name).weight.detach().chunk(RANKS, 1)[rank].clone()
+                ),
+            )
 
     def split(self, x):
         return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
@@ -89,12 +117,16 @@ class BlockByHand(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.leave.apply(F.linear(y.transpose(1, 2).flatten(2), self.o))
         h = self.enter.apply(self.norm2(x))
-        return x + self.leave.apply(F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down))
+        return x + self.leave.apply(
+            F.linear(F.silu(F.linear(h, self.gate)) * F.linear(h, self.up), self.down)
+        )
 
 
 def by_hand(sizes, sequence_parallel):
     """The model by hand, and what is left to do after backward: with sequence parallel, to sum the norms' gradients."""
-    net = nn.Sequential(*(BlockByHand(block, sequence_parallel) for block in model(*sizes)))
+    net = nn.Sequential(
+        *(BlockByHand(block, sequence_parallel) for block in model(*sizes))
+    )
     norms = [norm.weight for block in net for norm in (block.norm1, block.norm2)]
 
     def sum_norms():
@@ -116,7 +148,10 @@ def plan(library, placements, sequence_parallel, use_local_output=True):
     column = {"input_layouts": between, "use_local_output": use_local_output}
     row = {"output_layouts": between, "use_local_output": use_local_output}
     styles = {
-        **{f"*.{name}": library.ColwiseParallel(**column) for name in ("q", "k", "v", "up", "gate")},
+        **{
+            f"*.{name}": library.ColwiseParallel(**column)
+            for name in ("q", "k", "v", "up", "gate")
+        },
         **{f"*.{name}": library.RowwiseParallel(**row) for name in ("o", "down")},
     }
     if sequence_parallel:
@@ -129,8 +164,12 @@ def models(sizes, sequence_parallel):
     """(model, what is left to do after backward) of each way."""
     mesh = ours.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     theirs = native.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    by_torch = torch_tp.parallelize_module(model(*sizes), theirs, plan(torch_tp, native, sequence_parallel))
-    by_ours = ours.parallelize_module(model(*sizes), mesh, plan(ours, ours, sequence_parallel))
+    by_torch = torch_tp.parallelize_module(
+        model(*sizes), theirs, plan(torch_tp, native, sequence_parallel)
+    )
+    by_ours = ours.parallelize_module(
+        model(*sizes), mesh, plan(ours, ours, sequence_parallel)
+    )
     whole = plan(ours, ours, sequence_parallel, use_local_output=False)
     by_whole = ours.parallelize_module(model(*sizes), mesh, {**whole, "": Replicated()})
     nothing = (lambda: None,)
@@ -167,39 +206,66 @@ def measure(sizes, sequence_parallel, calls, rounds):
     for name, (net, after) in made.items():
         enters, share = shard, 1 / RANKS if sequence_parallel else 1.0
         if name == "ours, whole" and sequence_parallel:
-            enters, share = ours.DTensor.from_local(shard, net[0].q.weight.device_mesh, [ours.Shard(1)]), 1.0
+            enters, share = (
+                ours.DTensor.from_local(
+                    shard, net[0].q.weight.device_mesh, [ours.Shard(1)]
+                ),
+                1.0,
+            )
         steps[name] = step_of(net, after, enters, share)
     found = in_turns(steps, calls, rounds, time.perf_counter, before=dist.barrier)
-    return found, {name: distance(net, made["by hand"][0]) for name, (net, _) in made.items()}
+    return found, {
+        name: distance(net, made["by hand"][0]) for name, (net, _) in made.items()
+    }
 
 
 def distance(net, truth):
     """How far parameters are from those that they should be, as a part of their norm."""
     shards = [getattr(p, "to_local", lambda p=p: p)() for p in sorted_parameters(net)]
     pairs = list(zip(shards, sorted_parameters(truth), strict=True))
-    apart, norm = (sum(float(x.double().pow(2).sum()) for x in xs) for xs in ([a - b for a, b in pairs], shards))
+    apart, norm = (
+        sum(float(x.double().pow(2).sum()) for x in xs)
+        for xs in ([a - b for a, b in pairs], shards)
+    )
     return (apart / norm) ** 0.5
 
 
 def sorted_parameters(net):
     """Parameters by name, which by hand are not those of modules."""
-    return [p.detach() for _, p in sorted((name.removesuffix(".weight"), p) for name, p in net.named_parameters())]
+    return [
+        p.detach()
+        for _, p in sorted(
+            (name.removesuffix(".weight"), p) for name, p in net.named_parameters()
+        )
+    ]
 
 
 def main():
     ways = ("by hand", "torch", "ours", "ours, whole")
-    print("\nA training step under tensor parallel of 2, milliseconds, and times of the one by hand")
+    print(
+        "\nA training step under tensor parallel of 2, milliseconds, and times of the one by hand"
+    )
     for title, (sizes, budget, calls, rounds) in SIZES.items():
         print(f"{title}   budget {budget}")
         print(
-            f"{'':26}" + "".join(f"{way:>12}" for way in ways) + "".join(f"{way + ' / hand':>20}" for way in ways[1:])
+            f"{'':26}"
+            + "".join(f"{way:>12}" for way in ways)
+            + "".join(f"{way + ' / hand':>20}" for way in ways[1:])
         )
         for sequence_parallel in (False, True):
-            [(found, apart), _] = run_ranks(measure, RANKS, sizes, sequence_parallel, calls, rounds, timeout=900)
+            [(found, apart), _] = run_ranks(
+                measure, RANKS, sizes, sequence_parallel, calls, rounds, timeout=900
+            )
             times = "".join(f"{median(found, way) / 1000:12.2f}" for way in ways)
-            ratios = "".join(f"{ratio(found, way, 'by hand'):>20.2f}" for way in ways[1:])
-            print(f"{'sequence parallel' if sequence_parallel else 'no sequence parallel':26}{times}{ratios}")
-            print(f"{'':26}parameters differ in the end by {max(apart.values()):.1e} of their norm")
+            ratios = "".join(
+                f"{ratio(found, way, 'by hand'):>20.2f}" for way in ways[1:]
+            )
+            print(
+                f"{'sequence parallel' if sequence_parallel else 'no sequence parallel':26}{times}{ratios}"
+            )
+            print(
+                f"{'':26}parameters differ in the end by {max(apart.values()):.1e} of their norm"
+            )
     close_ranks()
 
 

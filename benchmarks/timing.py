@@ -5,7 +5,9 @@ import statistics
 import time
 
 
-def in_turns(ways, calls, rounds, clock=time.perf_counter, before=lambda: None, warm_up=3):
+def in_turns(
+    ways, calls, rounds, clock=time.perf_counter, before=lambda: None, warm_up=3
+):
     """Microseconds a call of each way, one number a round. ``before`` is called before each measurement."""
     found = {name: [] for name in ways}
     for number in range(rounds + warm_up):
@@ -27,4 +29,7 @@ def median(found, name):
 def ratio(found, one, other, beyond=None):
     """The median over the rounds of one way over another; of what they take ``beyond`` a third, where one is named."""
     base = found[beyond] if beyond is not None else [0.0] * len(found[one])
-    return statistics.median((a - c) / (b - c) for a, b, c in zip(found[one], found[other], base, strict=True))
+    return statistics.median(
+        (a - c) / (b - c)
+        for a, b, c in zip(found[one], found[other], base, strict=True)
+    )

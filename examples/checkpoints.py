@@ -6,7 +6,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, get_platform, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointManager,
     OptimizerState,
@@ -25,14 +31,21 @@ def trained_state(mesh, steps):
     """A model on a mesh, and its optimizer after some steps, as what is saved and what is filled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 30), nn.GELU(), nn.Linear(30, 5))
-    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+    plan = {
+        "0": ColwiseParallel(use_local_output=False),
+        "2": RowwiseParallel(use_local_output=False),
+    }
     model = replicate(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         model(torch.ones(2, 16)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"model": model, "optimizer": OptimizerState(model, optimizer), "random": RandomState()}
+    return {
+        "model": model,
+        "optimizer": OptimizerState(model, optimizer),
+        "random": RandomState(),
+    }
 
 
 names = ("dp", "tp")
@@ -49,7 +62,9 @@ checkpoints.wait()  # training would have gone on until here
 newest = checkpoints.latest()  # on all ranks: the first one looks, and tells the others
 report = load(after, checkpoint_id=newest)
 for name, parameter in before["model"].named_parameters():
-    assert torch.equal(parameter.full_tensor(), after["model"].get_parameter(name).full_tensor()), name
+    assert torch.equal(
+        parameter.full_tensor(), after["model"].get_parameter(name).full_tensor()
+    ), name
 if rank == 0:
     print(read_objects(newest)["checkpoint"])
 print(f"rank {rank}: {report}")

@@ -72,33 +72,63 @@ def main() -> None:
 
     console = Console(width=100)
     console.print(table_of_losses(*losses))
-    console.print(f"The largest difference in all {options.steps} steps is {worst:.1e}.\n")
+    console.print(
+        f"The largest difference in all {options.steps} steps is {worst:.1e}.\n"
+    )
     same = read_losses(broken) == losses[1]
     console.print(
         f"A third run was killed at step {killed_at} and went on from the checkpoint of step {resumed_at}: its losses "
         f"are {'the same to the last bit' if same else 'DIFFERENT from those of the run that was not'}.\n"
     )
     console.print(table_of_costs(ours, theirs))
-    console.print(Panel(Text(generate(model, "class ", 400)), title="what the model on the mesh has learnt to write"))
-    console.print(f"Both curves are in {picture}. To go on from the checkpoint, on four processes or on one:")
-    further = [f"folder={many}", f"steps={2 * options.steps}", *options.overrides, "--resume auto"]
+    console.print(
+        Panel(
+            Text(generate(model, "class ", 400)),
+            title="what the model on the mesh has learnt to write",
+        )
+    )
+    console.print(
+        f"Both curves are in {picture}. To go on from the checkpoint, on four processes or on one:"
+    )
+    further = [
+        f"folder={many}",
+        f"steps={2 * options.steps}",
+        *options.overrides,
+        "--resume auto",
+    ]
     for mesh in (MESH, ()):
-        print(" ", os.path.relpath(COMMAND), "train", os.path.relpath(RECIPE), *mesh, *further)
+        print(
+            " ",
+            os.path.relpath(COMMAND),
+            "train",
+            os.path.relpath(RECIPE),
+            *mesh,
+            *further,
+        )
     if not same:
-        raise SystemExit("The run that was killed and went on has other losses than the one that was not.")
+        raise SystemExit(
+            "The run that was killed and went on has other losses than the one that was not."
+        )
     if worst > LARGEST[recipe["precision"]]:
-        raise SystemExit(f"The losses differ by {worst:.1e}: that is more than rounding explains.")
+        raise SystemExit(
+            f"The losses differ by {worst:.1e}: that is more than rounding explains."
+        )
 
 
 def command(arguments: Sequence[str]) -> list[str]:
     """The command that trains, shown before it runs."""
-    print(f"$ hyper-parallel train {os.path.relpath(RECIPE)} {' '.join(arguments)}", flush=True)
+    print(
+        f"$ hyper-parallel train {os.path.relpath(RECIPE)} {' '.join(arguments)}",
+        flush=True,
+    )
     return [str(COMMAND), "train", str(RECIPE), *arguments]
 
 
 def run(arguments: Sequence[str]) -> None:
     """Trains to the end, with one thread a process: there are few cores, and more threads would only wait."""
-    subprocess.run(command(arguments), check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # noqa: S603
+    subprocess.run(  # noqa: S603
+        command(arguments), check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def run_until(arguments: Sequence[str], folder: Path, step: int) -> int:
@@ -107,26 +137,40 @@ def run_until(arguments: Sequence[str], folder: Path, step: int) -> int:
     with subprocess.Popen(command(arguments), env=environment) as started:  # noqa: S603
         while max(read_losses(folder), default=0) < step:
             if started.poll() is not None:
-                raise SystemExit(f"The training that was to be killed ended by itself with {started.returncode}.")
+                raise SystemExit(
+                    f"The training that was to be killed ended by itself with {started.returncode}."
+                )
             time.sleep(0.02)
-        os.kill(json.loads((folder / "run.json").read_text())["processes"][0], signal.SIGKILL)
+        os.kill(
+            json.loads((folder / "run.json").read_text())["processes"][0],
+            signal.SIGKILL,
+        )
     return max(read_losses(folder))
 
 
 def read_losses(folder: Path) -> dict[int, float]:
     """The loss of every step."""
     log = folder / "log.jsonl"
-    whole = log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []  # the last line may be cut short
+    whole = (
+        log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []
+    )  # the last line may be cut short
     return {facts["step"]: facts["loss"] for facts in map(json.loads, whole)}
 
 
-def table_of_losses(one: dict[int, float], many: dict[int, float], rows: int = 15) -> Table:
+def table_of_losses(
+    one: dict[int, float], many: dict[int, float], rows: int = 15
+) -> Table:
     """Some steps from the first to the last."""
     table = Table(title="Loss, step by step")
     for name in ("step", "one process", f"mesh {DP}x{TP}", "difference"):
         table.add_column(name, justify="right")
     for step in sorted({1 + (len(one) - 1) * row // (rows - 1) for row in range(rows)}):
-        table.add_row(str(step), f"{one[step]:.7f}", f"{many[step]:.7f}", f"{many[step] - one[step]:+.1e}")
+        table.add_row(
+            str(step),
+            f"{one[step]:.7f}",
+            f"{many[step]:.7f}",
+            f"{many[step] - one[step]:+.1e}",
+        )
     return table
 
 
@@ -138,7 +182,13 @@ def counted(file: Path) -> Costs:
     counts: Counter[Kind] = Counter()
     nbytes: Counter[Kind] = Counter()
     for entry in json.loads(file.read_text()):
-        way = "numbers" if entry["nbytes"] <= NUMBER else "backward" if entry["backward"] else "forward"
+        way = (
+            "numbers"
+            if entry["nbytes"] <= NUMBER
+            else "backward"
+            if entry["backward"]
+            else "forward"
+        )
         name = entry["collective"].removesuffix("_into_tensor").removesuffix("_tensor")
         kind = (entry["axis"], way, name.replace("_", "-"))
         counts[kind] += 1
@@ -156,7 +206,10 @@ def megatron(recipe: dict[str, Any], model: Llama) -> Costs:
     element = {"float32": 4, "float64": 8, "bfloat16": 2}[recipe["precision"]]
     tokens = recipe["data"]["batch"] // DP * recipe["data"]["length"]
     exchanges = 2 * model.config.layers + 1
-    matrices, vectors = (sum(p.numel() for p in model.parameters() if (p.ndim > 1) == cut) for cut in (True, False))
+    matrices, vectors = (
+        sum(p.numel() for p in model.parameters() if (p.ndim > 1) == cut)
+        for cut in (True, False)
+    )
 
     def moved(elements: float, ranks: int) -> float:
         """What a rank receives in an all-gather or a reduce-scatter; an all-reduce is both."""
@@ -167,8 +220,14 @@ def megatron(recipe: dict[str, Any], model: Llama) -> Costs:
         ("tp", "forward", "all-reduce"): (exchanges + 3, exchanges * 2 * stream + loss),
         ("tp", "backward", "all-reduce"): (exchanges, exchanges * 2 * stream),
         ("dp", "backward", "all-reduce"): (1, 2 * moved(matrices / TP + vectors, DP)),
-        ("tp", "numbers", "all-reduce"): (1, 2 * moved(1, TP)),  # the norm of the gradients
-        ("dp", "numbers", "all-reduce"): (1, 2 * moved(1, DP)),  # the loss, to report it
+        ("tp", "numbers", "all-reduce"): (
+            1,
+            2 * moved(1, TP),
+        ),  # the norm of the gradients
+        ("dp", "numbers", "all-reduce"): (
+            1,
+            2 * moved(1, DP),
+        ),  # the loss, to report it
     }
     if recipe["plan"]["arguments"]["sequence_parallel"]:
         both = {
@@ -184,9 +243,16 @@ def megatron(recipe: dict[str, Any], model: Llama) -> Costs:
 
 def table_of_costs(ours: Costs, theirs: Costs) -> Table:
     """Both side by side."""
-    table = Table(title="Collectives of one training step, and the KiB that a rank receives", show_footer=True)
+    table = Table(
+        title="Collectives of one training step, and the KiB that a rank receives",
+        show_footer=True,
+    )
     total = {
-        id(costs): (sum(c for c, _ in costs.values()), sum(b for _, b in costs.values())) for costs in (ours, theirs)
+        id(costs): (
+            sum(c for c, _ in costs.values()),
+            sum(b for _, b in costs.values()),
+        )
+        for costs in (ours, theirs)
     }
     for name, footer in (("axis", "all"), ("pass", ""), ("collective", "")):
         table.add_column(name, footer)
@@ -195,9 +261,13 @@ def table_of_costs(ours: Costs, theirs: Costs) -> Table:
         table.add_column(name, str(count), justify="right")
         table.add_column("KiB", f"{nbytes / 1024:.1f}", justify="right")
     for kind in sorted(
-        ours.keys() | theirs.keys(), key=lambda kind: (PASSES.index(kind[1]), AXES.index(kind[0]), kind)
+        ours.keys() | theirs.keys(),
+        key=lambda kind: (PASSES.index(kind[1]), AXES.index(kind[0]), kind),
     ):
-        cells = [(str(c[kind][0]), f"{c[kind][1] / 1024:.1f}") if kind in c else ("-", "-") for c in (ours, theirs)]
+        cells = [
+            (str(c[kind][0]), f"{c[kind][1] / 1024:.1f}") if kind in c else ("-", "-")
+            for c in (ours, theirs)
+        ]
         table.add_row(*kind, *cells[0], *cells[1])
     return table
 
@@ -212,7 +282,9 @@ def draw(one: dict[int, float], many: dict[int, float], file: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     above.plot(one.keys(), one.values(), linewidth=4, alpha=0.35, label="one process")
-    above.plot(many.keys(), many.values(), linewidth=1, color="black", label=f"mesh {DP}x{TP}")
+    above.plot(
+        many.keys(), many.values(), linewidth=1, color="black", label=f"mesh {DP}x{TP}"
+    )
     above.set(ylabel="loss", title="The same model, the same data")
     above.legend()
     below.plot(one.keys(), [abs(many[step] - one[step]) for step in one])

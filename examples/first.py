@@ -3,7 +3,13 @@
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, get_platform, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.tensor_parallel import loss_parallel, parallel_table, replicate
 
 platform = get_platform()
@@ -17,11 +23,16 @@ def model():
 
 
 # The first layer's outputs and the second one's inputs are cut along tp, the batch along dp. Sizes need not divide.
-plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+plan = {
+    "0": ColwiseParallel(use_local_output=False),
+    "2": RowwiseParallel(use_local_output=False),
+}
 many = replicate(parallelize_module(model(), mesh["tp"], plan), mesh["dp"])
 
 x, labels = torch.randn(10, 16), torch.randint(5, (10,))
-mine = slice(5 * mesh.get_local_rank("dp"), 5 * mesh.get_local_rank("dp") + 5)  # this rank's part of the batch
+mine = slice(
+    5 * mesh.get_local_rank("dp"), 5 * mesh.get_local_rank("dp") + 5
+)  # this rank's part of the batch
 with loss_parallel():
     loss = nn.functional.cross_entropy(many(x[mine]), labels[mine])
 loss.backward()
@@ -34,5 +45,7 @@ for mine, true in zip(many.parameters(), one.parameters(), strict=True):
     torch.testing.assert_close(mine.grad.full_tensor(), true.grad)
 if mesh.rank == 0:
     print(parallel_table(many))
-print(f"rank {mesh.rank}: {tuple(many[0].weight.local_shape)} of {tuple(many[0].weight.shape)}, loss {loss.item():.4f}")
+print(
+    f"rank {mesh.rank}: {tuple(many[0].weight.local_shape)} of {tuple(many[0].weight.shape)}, loss {loss.item():.4f}"
+)
 platform.destroy_process_group()

@@ -3,14 +3,36 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
+from hyper_parallel.core.dtensor.device_mesh import (
+    DeviceMesh,
+    get_current_mesh,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.operators import operators_come_from as _operators_come_from
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Replicate, Shard, StridedShard
-from hyper_parallel.platform import CheckpointPolicy, CommunicationError, Platform, PlatformType, get_platform
+from hyper_parallel.core.dtensor.operators import (
+    operators_come_from as _operators_come_from,
+)
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from hyper_parallel.platform import (
+    CheckpointPolicy,
+    CommunicationError,
+    Platform,
+    PlatformType,
+    get_platform,
+)
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.dtensor.dtensor import DTensor, distribute_module, distribute_tensor
+    from hyper_parallel.core.dtensor.dtensor import (
+        DTensor,
+        distribute_module,
+        distribute_tensor,
+    )
     from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
     from hyper_parallel.core.tensor_parallel import (
         ColwiseParallel,
@@ -51,9 +73,13 @@ __all__ = [
 # Tensors of the framework: asking for them chooses the framework and imports it.
 _OF_THE_FRAMEWORK = {
     **dict.fromkeys(
-        ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"), "core.dtensor.dtensor"
+        ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"),
+        "core.dtensor.dtensor",
     ),
-    **dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "core.tensor_parallel.style"),
+    **dict.fromkeys(
+        ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"),
+        "core.tensor_parallel.style",
+    ),
     "parallelize_module": "core.tensor_parallel.api",
     "verify": "verification.api",
 }
@@ -72,7 +98,9 @@ def __getattr__(name: str) -> Any:
     if name in _OF_THE_FRAMEWORK:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name)
+        return getattr(
+            importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

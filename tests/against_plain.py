@@ -12,7 +12,10 @@ def check_results(found, expected, weights):
     for one, true, weight in zip(found, expected, weights, strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(one.full_tensor(), true, rtol=1e-9, atol=1e-9)
-        loss, truth = loss + (one.full_tensor() * weight).sum(), truth + (true * weight).sum()
+        loss, truth = (
+            loss + (one.full_tensor() * weight).sum(),
+            truth + (true * weight).sum(),
+        )
     return loss, truth
 
 
@@ -21,4 +24,6 @@ def check_gradients(losses, pairs):
     for loss in losses:
         loss.backward()
     for one, true in pairs:
-        torch.testing.assert_close(one.grad.full_tensor(), true.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            one.grad.full_tensor(), true.grad, rtol=1e-9, atol=1e-9
+        )

@@ -8,7 +8,9 @@ import os
 
 import pytest
 
-FRAMEWORK = os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")  # both may be installed
+FRAMEWORK = os.environ.setdefault(
+    "HYPER_PARALLEL_PLATFORM", "torch"
+)  # both may be installed
 
 from hyper_parallel.testing import close_ranks, preload  # noqa: E402 - the framework must be chosen before
 
@@ -20,7 +22,9 @@ collect_ignore = {
 collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.py"]
 
 if FRAMEWORK == "torch":
-    preload("hypothesis", "torch._dynamo", "torch.distributed.tensor")  # which optimizers and assert_close import
+    preload(
+        "hypothesis", "torch._dynamo", "torch.distributed.tensor"
+    )  # which optimizers and assert_close import
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,4 +70,6 @@ LONGEST_FIRST = [  # by the time they take, largest first: what is not here take
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # a worker of xdist
         places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-        items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places)))
+        items.sort(
+            key=lambda item: places.get("/".join(item.path.parts[-2:]), len(places))
+        )

@@ -34,7 +34,9 @@ def dtype(name):
 def tensor(values, name=None):
     """A plain tensor of numpy or Python values, in the dtype of that name or in numpy's."""
     array = np.asarray(values)
-    made = torch.from_numpy(array.copy()) if IS_TORCH else mindspore.Tensor(array.copy())
+    made = (
+        torch.from_numpy(array.copy()) if IS_TORCH else mindspore.Tensor(array.copy())
+    )
     return made if name is None else made.to(dtype(name))
 
 
@@ -57,7 +59,9 @@ def recording():
 def leaf(values, name="float64"):
     """A tensor that gets a gradient."""
     recording()
-    return platform.set_tensor_requires_grad(tensor(np.asarray(values, dtype=np.float64), name))
+    return platform.set_tensor_requires_grad(
+        tensor(np.asarray(values, dtype=np.float64), name)
+    )
 
 
 def grad(leaf):
@@ -70,17 +74,27 @@ def run_backward(outputs, gradients=None, keep=False):
     if IS_TORCH:
         torch.autograd.backward(outputs, gradients, retain_graph=keep)
     else:
-        private.run_backward()(tuple(outputs), gradients and tuple(gradients), keep, False, (), True)
+        private.run_backward()(
+            tuple(outputs), gradients and tuple(gradients), keep, False, (), True
+        )
 
 
 def backward(outputs, weights):
     """Backward of the sum of ``output * weight`` over all pairs."""
-    run_backward(list(outputs), [tensor(weight).to(out.dtype) for out, weight in zip(outputs, weights, strict=True)])
+    run_backward(
+        list(outputs),
+        [
+            tensor(weight).to(out.dtype)
+            for out, weight in zip(outputs, weights, strict=True)
+        ],
+    )
 
 
 def equal(actual, expected, accuracy=1e-12):
     """Equal in shape and in value to float64 accuracy; tensors or arrays."""
-    found, wanted = (array(x) if platform.is_tensor(x) else np.asarray(x) for x in (actual, expected))
+    found, wanted = (
+        array(x) if platform.is_tensor(x) else np.asarray(x) for x in (actual, expected)
+    )
     assert found.shape == wanted.shape, f"shape {found.shape}, expected {wanted.shape}"
     np.testing.assert_allclose(found, wanted, rtol=accuracy, atol=accuracy)
 
@@ -108,7 +122,11 @@ def drawn_by_the_framework(size):
 
 def linear(inputs, outputs, bias=True):
     """A linear layer with ``weight`` (outputs, inputs) and ``bias``."""
-    return torch.nn.Linear(inputs, outputs, bias) if IS_TORCH else mindspore.nn.Dense(inputs, outputs, has_bias=bias)
+    return (
+        torch.nn.Linear(inputs, outputs, bias)
+        if IS_TORCH
+        else mindspore.nn.Dense(inputs, outputs, has_bias=bias)
+    )
 
 
 def embedding(count, features):
@@ -123,7 +141,10 @@ def sequential(*modules):
 
 def state(module):
     """A module's state dict as arrays."""
-    return {name: array(platform.detach(value)) for name, value in module.state_dict().items()}
+    return {
+        name: array(platform.detach(value))
+        for name, value in module.state_dict().items()
+    }
 
 
 def set_grad(leaf, gradient):
@@ -143,38 +164,58 @@ def sgd(module, rate, **options):
 
 def optimized(optimizer):
     """The parameters of an optimizer."""
-    return [parameter for group in platform.optimizer_parts(optimizer)[0] for parameter in group["params"]]
+    return [
+        parameter
+        for group in platform.optimizer_parts(optimizer)[0]
+        for parameter in group["params"]
+    ]
 
 
 def dropout(x, share):
     """The framework's functional dropout."""
-    return torch.nn.functional.dropout(x, share) if IS_TORCH else mindspore.ops.dropout(x, share)
+    return (
+        torch.nn.functional.dropout(x, share)
+        if IS_TORCH
+        else mindspore.ops.dropout(x, share)
+    )
 
 
 def cells(module):
     """(parameters by name, buffers by name)."""
-    named = dict(module.named_parameters() if IS_TORCH else module.parameters_and_names())
+    named = dict(
+        module.named_parameters() if IS_TORCH else module.parameters_and_names()
+    )
     return named, dict(module.named_buffers())
 
 
 def reduce(op, tensors):
     """The reduction of tensors element by element, in the graph; what is equal shares the gradient."""
-    stacked = torch.stack(list(tensors)) if IS_TORCH else mindspore.ops.stack(list(tensors))
+    stacked = (
+        torch.stack(list(tensors)) if IS_TORCH else mindspore.ops.stack(list(tensors))
+    )
     if IS_TORCH:
-        return {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "prod": torch.prod}[op](
-            stacked, 0
-        )
+        return {
+            "sum": torch.sum,
+            "avg": torch.mean,
+            "max": torch.amax,
+            "min": torch.amin,
+            "prod": torch.prod,
+        }[op](stacked, 0)
     if op == "prod":  # the gradient of MindSpore's own is nan where there is a zero
         whole = tensors[0]
         for part in tensors[1:]:
             whole = whole * part
         return whole
     mint = mindspore.mint
-    return {"sum": mint.sum, "avg": mint.mean, "max": mint.amax, "min": mint.amin}[op](stacked, 0)
+    return {"sum": mint.sum, "avg": mint.mean, "max": mint.amax, "min": mint.amin}[op](
+        stacked, 0
+    )
 
 
 def gradient_in_graph(output, leaf):
     """The gradient of a leaf, from which more can be computed."""
     if IS_TORCH:
         return torch.autograd.grad(output, leaf, create_graph=True)[0]
-    return private.run_backward()((output,), None, True, True, (leaf,), True, accumulate_grad=False)[0]
+    return private.run_backward()(
+        (output,), None, True, True, (leaf,), True, accumulate_grad=False
+    )[0]

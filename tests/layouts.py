@@ -8,12 +8,19 @@ from hypothesis import strategies as st
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
 
 MESHES = {2: [(2,), (1, 2)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
-OPS = [(None, "sum", "avg"), (None, "max"), (None, "min"), (None, "prod")]  # those in one line can be pending together
+OPS = [
+    (None, "sum", "avg"),
+    (None, "max"),
+    (None, "min"),
+    (None, "prod"),
+]  # those in one line can be pending together
 
 
 def meshes(ranks):
     """A layout of a mesh of that many ranks, without placements."""
-    return st.sampled_from(MESHES[ranks]).map(lambda shape: Layout(shape, tuple("abc"[: len(shape)])))
+    return st.sampled_from(MESHES[ranks]).map(
+        lambda shape: Layout(shape, tuple("abc"[: len(shape)]))
+    )
 
 
 @st.composite
@@ -45,7 +52,10 @@ def own_indices(layout, shape, coordinate):
         indices = torch.arange(size)
         for axis in axes:
             sections = getattr(layout.placements[axis], "sections", (len(indices),))
-            pieces = [_piece(part, layout.mesh_shape[axis], coordinate[axis]) for part in indices.split(sections)]
+            pieces = [
+                _piece(part, layout.mesh_shape[axis], coordinate[axis])
+                for part in indices.split(sections)
+            ]
             indices = torch.cat(pieces)
         found.append(indices.numpy())
     return found
@@ -58,7 +68,10 @@ def _piece(indices, count, place):
 
 def split_up(whole, layout, rng):
     """Every place's shard; where a reduction is pending, parts of both signs that reduce to the whole."""
-    return {place: shard_of(part, layout, place) for place, part in _parts_of(whole, layout, rng).items()}
+    return {
+        place: shard_of(part, layout, place)
+        for place, part in _parts_of(whole, layout, rng).items()
+    }
 
 
 def split_for(place, whole, layout, rng):
@@ -80,7 +93,10 @@ def _parts_of(whole, layout, rng):
             pieces = [value] * count
             if placement.is_partial():
                 dtype = value.dtype if np.issubdtype(value.dtype, np.inexact) else None
-                pieces = [np.asarray(one, dtype) for one in cut_into_parts(value, placement.reduce_op, count, rng)]
+                pieces = [
+                    np.asarray(one, dtype)
+                    for one in cut_into_parts(value, placement.reduce_op, count, rng)
+                ]
             split |= {(*place, i): piece for i, piece in enumerate(pieces)}
         parts = split
     return parts
@@ -88,11 +104,17 @@ def _parts_of(whole, layout, rng):
 
 def cut_into_parts(value, op, count, rng):
     if op in ("sum", "avg"):
-        others = [rng.standard_normal(value.shape).astype(np.result_type(value, float)) * 3 for _ in range(count - 1)]
+        others = [
+            rng.standard_normal(value.shape).astype(np.result_type(value, float)) * 3
+            for _ in range(count - 1)
+        ]
         last = value * (count if op == "avg" else 1) - sum(others)
         return [*others, last]
     if op == "prod":
-        others = [rng.uniform(0.5, 2.0, value.shape) * rng.choice([-1, 1], value.shape) for _ in range(count - 1)]
+        others = [
+            rng.uniform(0.5, 2.0, value.shape) * rng.choice([-1, 1], value.shape)
+            for _ in range(count - 1)
+        ]
         return [*others, value / np.prod(others, axis=0) if others else value]
     winner = rng.integers(0, count, value.shape)
     away = rng.uniform(0.1, 3.0, (count, *value.shape)) * (-1 if op == "max" else 1)

@@ -21,6 +21,10 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._seen = {at: (ref, size) for at, (ref, size) in self._seen.items() if not ref.expired()}
+        self._seen = {
+            at: (ref, size)
+            for at, (ref, size) in self._seen.items()
+            if not ref.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self._seen.values()))
         return out

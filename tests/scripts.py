@@ -15,9 +15,14 @@ def run_script(script, count, folder, timeout=300):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hyper_parallel.testing.worker", "hyper_parallel.platform.torch"])  # as for ranks
+    context.set_forkserver_preload(
+        ["hyper_parallel.testing.worker", "hyper_parallel.platform.torch"]
+    )  # as for ranks
     logs = [folder / f"rank{rank}.log" for rank in range(count)]
-    started = [context.Process(target=_run, args=(str(script), r, count, port, str(logs[r]))) for r in range(count)]
+    started = [
+        context.Process(target=_run, args=(str(script), r, count, port, str(logs[r])))
+        for r in range(count)
+    ]
     for process in started:
         process.start()
     for process in started:
@@ -34,8 +39,17 @@ def _run(script, rank, count, port, log):
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     sys.argv = [script]
     sys.path[0] = os.path.dirname(script)  # noqa: PTH120 - as the interpreter does it
     warnings.simplefilter("error")

@@ -84,9 +84,8 @@ def page() -> str:
 
 
 def _section(one: Explanation) -> str:
-    return (
-        f"### {one.code}\n\n**{one.name}.**\n\n```\n{one.example}\n```\n\n{one.cause}\n\n**What to do.** {one.remedy}\n"
-    )
+    head = f"### {one.code}\n\n**{one.name}.**\n\n```\n{one.example}\n```\n\n"
+    return f"{head}{one.cause}\n\n**What to do.** {one.remedy}\n"
 
 
 if __name__ == "__main__":

@@ -29,10 +29,24 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, ChunkList, Cut, chunk_of
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    ChunkGrid,
+    ChunkList,
+    Cut,
+    chunk_of,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.format import BLOCK, Stored, from_bytes, to_bytes
-from hyper_parallel.core.distributed_checkpoint.header import CRC_PLACE, build_header, parse_header
+from hyper_parallel.core.distributed_checkpoint.format import (
+    BLOCK,
+    Stored,
+    from_bytes,
+    to_bytes,
+)
+from hyper_parallel.core.distributed_checkpoint.header import (
+    CRC_PLACE,
+    build_header,
+    parse_header,
+)
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -79,12 +93,32 @@ class Result:
 def metadata_corpus() -> list[Input]:
     """Files of each kind of layout, tensor, object and path."""
     objects = [
-        {"step": 12, "lr": 0.1, "name": "run", "none": None, "deep": [[[{"a": [1, 2.5, True]}]]]},
-        {"t": (1, b"ab"), "s": {1, "a"}, "d": {1: 2, (3,): 4}, "f": [float("nan"), 1j], "c": Counter("aab")},
-        {"o": OrderedDict(a=1), "n": np.arange(6, dtype=np.int16).reshape(2, 3), "x": np.float32(1.5), "": {"$": 1}},
+        {
+            "step": 12,
+            "lr": 0.1,
+            "name": "run",
+            "none": None,
+            "deep": [[[{"a": [1, 2.5, True]}]]],
+        },
+        {
+            "t": (1, b"ab"),
+            "s": {1, "a"},
+            "d": {1: 2, (3,): 4},
+            "f": [float("nan"), 1j],
+            "c": Counter("aab"),
+        },
+        {
+            "o": OrderedDict(a=1),
+            "n": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "x": np.float32(1.5),
+            "": {"$": 1},
+        },
         {},
     ]
-    files = [_metadata(tensors, plain) for tensors, plain in zip(_tensors(), objects, strict=True)]
+    files = [
+        _metadata(tensors, plain)
+        for tensors, plain in zip(_tensors(), objects, strict=True)
+    ]
     return [Input(data, len(data)) for data in map(to_bytes, files)]
 
 
@@ -92,24 +126,45 @@ def _tensors() -> Iterator[dict[str, TensorStorageMetadata]]:
     grid = Cut((2, 4), range(8), ((1,), ()), names=("dp", "tp"))
     fused = Cut((4,), (3, 1, 2, 0), ((0,), ()), {0: (16, 8, 8)})
     nested = Cut((2, 2, 2), range(8, 16), ((2, 0), ()))
-    boxes = [((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (0, 2)), ((1, 1), (1, 1))]
+    boxes = [
+        ((0, 2), (0, 1)),
+        ((0, 1), (1, 2)),
+        ((1, 2), (2, 1)),
+        ((2, 1), (0, 2)),
+        ((1, 1), (1, 1)),
+    ]
     pinwheel = ChunkList(tuple(map(chunk_of, boxes)), (0, 1, 2, 3, 4))
     w = _tensor("bfloat16", (32, 6), ChunkGrid((32, 6), grid, 1), requires_grad=True)
-    yield {"model.w": w, "model.qkv": _tensor("float32", (32, 4), ChunkGrid((32, 4), fused))}
-    yield {"model.w": w, "model.tied": TensorStorageMetadata(w.properties, w.size, w.chunks, "model.w")}
+    yield {
+        "model.w": w,
+        "model.qkv": _tensor("float32", (32, 4), ChunkGrid((32, 4), fused)),
+    }
+    yield {
+        "model.w": w,
+        "model.tied": TensorStorageMetadata(w.properties, w.size, w.chunks, "model.w"),
+    }
     yield {
         "model.list": _tensor("complex64", (3, 3), pinwheel),
         "z": _tensor("int8", (0, 7), ChunkGrid((0, 7), nested)),
     }
-    yield {f"model.{n}": _tensor("float16", (4, n), ChunkGrid((4, n), nested, 1)) for n in range(12)}
+    yield {
+        f"model.{n}": _tensor("float16", (4, n), ChunkGrid((4, n), nested, 1))
+        for n in range(12)
+    }
 
 
-def _tensor(dtype: str, size: tuple[int, ...], chunks: Any, *, requires_grad: bool = False) -> TensorStorageMetadata:
+def _tensor(
+    dtype: str, size: tuple[int, ...], chunks: Any, *, requires_grad: bool = False
+) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype, requires_grad), size, chunks)
 
 
-def _metadata(tensors: dict[str, TensorStorageMetadata], objects: dict[str, Any]) -> Metadata:
-    paths: dict[str, Any] = {name: tuple(name.split(".")) for name in tensors if "." in name}
+def _metadata(
+    tensors: dict[str, TensorStorageMetadata], objects: dict[str, Any]
+) -> Metadata:
+    paths: dict[str, Any] = {
+        name: tuple(name.split(".")) for name in tensors if "." in name
+    }
     paths.update({name: ("objects", number) for number, name in enumerate(objects)})
     entries = {**tensors, **{name: BytesStorageMetadata() for name in objects}}
     return Metadata(entries, paths, Stored(TAG, 16, objects, "hyper_parallel"))
@@ -119,7 +174,11 @@ def header_corpus() -> list[Input]:
     """The beginnings of data files."""
     pieces: list[list[tuple[str, str, tuple[int, ...]]]] = [
         [],
-        [("model.w@0,4", "bfloat16", (8, 4)), ("bias", "float32", (3,)), ("flag", "bool", ())],
+        [
+            ("model.w@0,4", "bfloat16", (8, 4)),
+            ("bias", "float32", (3,)),
+            ("flag", "bool", ()),
+        ],
         [
             ("c", "complex128", (2, 3)),
             ("e", "float8_e5m2", (5000,)),
@@ -153,8 +212,18 @@ def _sealed_metadata(text: bytes) -> bytes:
 
 
 TARGETS = {
-    "metadata": Target(metadata_corpus, lambda data, _: from_bytes(data, "f"), lambda data: data, _sealed_metadata),
-    "header": Target(header_corpus, lambda data, size: parse_header(data, size, "f"), _header_text, _sealed_header),
+    "metadata": Target(
+        metadata_corpus,
+        lambda data, _: from_bytes(data, "f"),
+        lambda data: data,
+        _sealed_metadata,
+    ),
+    "header": Target(
+        header_corpus,
+        lambda data, size: parse_header(data, size, "f"),
+        _header_text,
+        _sealed_header,
+    ),
 }
 
 
@@ -231,7 +300,9 @@ def _change_field(root: Any, chance: random.Random) -> None:
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
-            holder[chance.choice([str(place), "", "$tuple", "@", "\ud800"])] = copy.deepcopy(holder[key])
+            holder[chance.choice([str(place), "", "$tuple", "@", "\ud800"])] = (
+                copy.deepcopy(holder[key])
+            )
         case 1:
             holder.insert(key, copy.deepcopy(holder[key]))
         case 2:
@@ -257,7 +328,11 @@ def changed(target: Target, good: Input, chance: random.Random) -> Input:
             if made:
                 chance.choice(BYTE_CHANGES)(made, chance)
         data = target.sealed(bytes(made)) if is_sealed else bytes(made)
-    size = good.file_size - len(good.data) + len(data) if chance.random() < 0.9 else chance.choice(NUMBERS[:-1])
+    size = (
+        good.file_size - len(good.data) + len(data)
+        if chance.random() < 0.9
+        else chance.choice(NUMBERS[:-1])
+    )
     return Input(data, size)
 
 
@@ -331,12 +406,16 @@ def _told(name: str, made: Input, what: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     result = run(options.inputs, options.seed)
-    print(f"{'target':10} {'inputs':>10} {'accepted':>10} {'refused':>10} {'inputs/s':>10}")
+    print(
+        f"{'target':10} {'inputs':>10} {'accepted':>10} {'refused':>10} {'inputs/s':>10}"
+    )
     for name in TARGETS:
         accepted, refused = result.accepted[name], result.refused[name]
         print(

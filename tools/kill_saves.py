@@ -33,7 +33,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointError,
     PerRank,
@@ -46,8 +52,21 @@ from hyper_parallel.core.distributed_checkpoint import (
 from hyper_parallel.core.distributed_checkpoint.storage import WriteResult
 from hyper_parallel.platform import CommunicationError
 
-ON_EVERY_RANK = ("created", "header", "data", "sums", "synced", "renamed", "folder synced")
-ON_THE_FIRST = ("metadata written", "metadata renamed", "metadata synced", "leftover removed")
+ON_EVERY_RANK = (
+    "created",
+    "header",
+    "data",
+    "sums",
+    "synced",
+    "renamed",
+    "folder synced",
+)
+ON_THE_FIRST = (
+    "metadata written",
+    "metadata renamed",
+    "metadata synced",
+    "leftover removed",
+)
 PHASES = (*ON_EVERY_RANK, *ON_THE_FIRST)
 ANY_MOMENT = "any moment"
 TIMEOUT = 20.0  # seconds that a rank waits for another one before it gives up
@@ -69,7 +88,11 @@ class Kill:
 
     def __str__(self) -> str:
         kind = f"{'async_save' if self.in_background else 'save'} {'over an old one' if self.overwrites else 'as new'}"
-        when = f"at {self.moment:.2f} of it" if self.phase == ANY_MOMENT else f"{self.phase!r} after {self.skips}"
+        when = (
+            f"at {self.moment:.2f} of it"
+            if self.phase == ANY_MOMENT
+            else f"{self.phase!r} after {self.skips}"
+        )
         return f"rank {self.rank} of {self.ranks}, {when}, {kind}"
 
 
@@ -89,7 +112,11 @@ def _values(generation: int, ranks: int) -> dict[str, Any]:
     """What a checkpoint of this generation holds, as one process sees it."""
 
     def numbers(dtype: str, *shape: int) -> torch.Tensor:
-        return torch.from_numpy((np.arange(np.prod(shape)).reshape(shape) % 1009 + 1009 * generation).astype(dtype))
+        return torch.from_numpy(
+            (
+                np.arange(np.prod(shape)).reshape(shape) % 1009 + 1009 * generation
+            ).astype(dtype)
+        )
 
     return {
         "model": {
@@ -100,8 +127,12 @@ def _values(generation: int, ranks: int) -> dict[str, Any]:
         },
         "step": generation,
         "note": {"text": f"generation {generation}", "pair": (generation, None)},
-        "own": {rank: {"rank": rank, "generation": generation} for rank in range(ranks)},
-        "rows": torch.arange(ranks)[:, None] * 1000 + generation + torch.zeros(1, 5, dtype=torch.int64),
+        "own": {
+            rank: {"rank": rank, "generation": generation} for rank in range(ranks)
+        },
+        "rows": torch.arange(ranks)[:, None] * 1000
+        + generation
+        + torch.zeros(1, 5, dtype=torch.int64),
     }
 
 
@@ -110,9 +141,17 @@ def _state(generation: int, ranks: int, rank: int) -> dict[str, Any]:
     state = _values(generation, ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     model = state["model"]
-    for name, placement in (("cut", Shard(0)), ("columns", Shard(1)), ("copied", Replicate())):
+    for name, placement in (
+        ("cut", Shard(0)),
+        ("columns", Shard(1)),
+        ("copied", Replicate()),
+    ):
         model[name] = distribute_tensor(model[name], mesh, [placement])
-    return {**state, "own": PerRank(state["own"][rank]), "rows": PerRank(state["rows"][rank].contiguous())}
+    return {
+        **state,
+        "own": PerRank(state["own"][rank]),
+        "rows": PerRank(state["rows"][rank].contiguous()),
+    }
 
 
 def _emptied(value: Any) -> Any:
@@ -123,7 +162,11 @@ def _emptied(value: Any) -> Any:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_is_same(one[k], other[k]) for k in one)
+        )
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
@@ -165,12 +208,16 @@ def _store_host(connection: Any) -> None:
     connection.recv()
 
 
-def _rank(connection: Any, port: int, name: str, rank: int, ranks: int, broken: str) -> None:
+def _rank(
+    connection: Any, port: int, name: str, rank: int, ranks: int, broken: str
+) -> None:
     torch.set_num_threads(1)
     BROKEN[broken]()
     platform = get_platform()
     store = platform.prefix_store(name, platform.new_store(port, is_master=False))
-    platform.init_process_group(store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    platform.init_process_group(
+        store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     pids: list[Any] = [None] * ranks
     platform.all_gather_object(pids, os.getpid())
     while (order := connection.recv()) is not None:
@@ -192,7 +239,12 @@ def _answer(order: Order, state: dict[str, Any]) -> Answer:
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent judges
         is_expected = isinstance(error, (CheckpointError, CommunicationError))
         text = f"{type(error).__name__}: {error}"
-        return Answer(time.monotonic() - start, text, is_expected, getattr(error, "missing", None) or ())
+        return Answer(
+            time.monotonic() - start,
+            text,
+            is_expected,
+            getattr(error, "missing", None) or (),
+        )
     return Answer(time.monotonic() - start)
 
 
@@ -211,17 +263,25 @@ def _killer(kill: Kill | None, rank: int, pids: Sequence[int]) -> Callable[[str]
 
 # --- the ranks of one trial
 
-_PROCESSES = threading.Lock()  # multiprocessing looks at all children whenever it starts one
+_PROCESSES = (
+    threading.Lock()
+)  # multiprocessing looks at all children whenever it starts one
 
 
 class Team:
     """Rank processes that live until one of them is killed."""
 
-    def __init__(self, context: Any, port: int, name: str, ranks: int, broken: str) -> None:
+    def __init__(
+        self, context: Any, port: int, name: str, ranks: int, broken: str
+    ) -> None:
         self.connections, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, port, name, rank, ranks, broken), daemon=True)
+            process = context.Process(
+                target=_rank,
+                args=(theirs, port, name, rank, ranks, broken),
+                daemon=True,
+            )
             with _PROCESSES:
                 process.start()
             theirs.close()
@@ -264,7 +324,11 @@ class Team:
 
     def _heard(self, rank: int) -> Any:
         try:
-            return self.connections[rank].recv() if self.connections[rank].poll(DEADLINE) else None
+            return (
+                self.connections[rank].recv()
+                if self.connections[rank].poll(DEADLINE)
+                else None
+            )
         except (EOFError, ConnectionResetError):
             return None
 
@@ -295,8 +359,16 @@ class Trials:
         with self._store() as port:
             for kill in kills:
                 result = Result(kill)
-                team = Team(self._context, port, f"trial{self._generation}", kill.ranks, self._broken)
-                self._save_again(team, kill, self.results[-1] if self.results else result)
+                team = Team(
+                    self._context,
+                    port,
+                    f"trial{self._generation}",
+                    kill.ranks,
+                    self._broken,
+                )
+                self._save_again(
+                    team, kill, self.results[-1] if self.results else result
+                )
                 self._kill(team, result)
                 self.results.append(result)
             last = Team(self._context, port, "last", 2, self._broken)
@@ -322,17 +394,25 @@ class Trials:
         self._ranks = kill.ranks
         team.save(Order(self._folder, self._generation, kill.in_background))
         answers = team.answers()
-        failed = {rank: answer.error for rank, answer in answers.items() if answer.error}
+        failed = {
+            rank: answer.error for rank, answer in answers.items() if answer.error
+        }
         if failed or len(answers) < kill.ranks:
-            before.violations.append(f"the next save failed: {failed}, {len(answers)} of {kill.ranks} answered")
+            before.violations.append(
+                f"the next save failed: {failed}, {len(answers)} of {kill.ranks} answered"
+            )
             return
         self._seconds = max(answer.seconds for answer in answers.values())
         try:
             if not _has(self._folder, self._generation, kill.ranks):
                 before.violations.append("the next save does not load as it was saved")
         except Exception as error:  # noqa: BLE001 - any is a violation
-            before.violations.append(f"the next save does not load: {type(error).__name__}: {error}")
-        before.violations += [f"left behind: {name}" for name in _leftovers(self._folder)]
+            before.violations.append(
+                f"the next save does not load: {type(error).__name__}: {error}"
+            )
+        before.violations += [
+            f"left behind: {name}" for name in _leftovers(self._folder)
+        ]
 
     def _kill(self, team: Team, result: Result) -> None:
         kill = result.kill
@@ -348,7 +428,9 @@ class Trials:
         hung = team.end()
         result.outcome = self._found(result)
         result.violations += _judged(kill, answers, hung, result.outcome)
-        if result.violations:  # what is broken is kept to be looked at, and not found again
+        if (
+            result.violations
+        ):  # what is broken is kept to be looked at, and not found again
             self._folder = self._root / f"{self._generation}-after"
 
     def _found(self, result: Result) -> str:
@@ -373,14 +455,22 @@ class Trials:
         return WRONG
 
 
-def run(kills: Sequence[Kill], folder: Path, *, broken: str = "", lanes: int = 4) -> list[Result]:
+def run(
+    kills: Sequence[Kill], folder: Path, *, broken: str = "", lanes: int = 4
+) -> list[Result]:
     """All kills, in several folders at once: most of the time is spent waiting for those that are left."""
     # The ranks are forked from a server that has imported what they and the ranks of other tests need.
-    preload = [__name__, "hyper_parallel.testing.worker", "hyper_parallel.platform.torch"]
+    preload = [
+        __name__,
+        "hyper_parallel.testing.worker",
+        "hyper_parallel.platform.torch",
+    ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     lanes = min(lanes, len(kills))
     with ThreadPoolExecutor(lanes) as pool:
-        trials = [Trials(folder / f"lane{lane}", broken=broken) for lane in range(lanes)]
+        trials = [
+            Trials(folder / f"lane{lane}", broken=broken) for lane in range(lanes)
+        ]
         done = pool.map(lambda lane: trials[lane].run(kills[lane::lanes]), range(lanes))
         return [result for results in done for result in results]
 
@@ -389,11 +479,15 @@ def due(kill: Kill) -> str | None:
     """What must be found, where the phase says it: the new one from the moment when the metadata has its name."""
     if kill.phase == ANY_MOMENT:
         return None
-    is_before = kill.phase in ON_EVERY_RANK or (kill.phase == "metadata written" and kill.rank == 0)
+    is_before = kill.phase in ON_EVERY_RANK or (
+        kill.phase == "metadata written" and kill.rank == 0
+    )
     return (OLD if kill.overwrites else NONE) if is_before else NEW
 
 
-def _judged(kill: Kill, answers: dict[int, Answer], hung: Sequence[int], outcome: str) -> Iterator[str]:
+def _judged(
+    kill: Kill, answers: dict[int, Answer], hung: Sequence[int], outcome: str
+) -> Iterator[str]:
     """What the ranks should have done and did not."""
     if outcome not in (WRONG, due(kill) or outcome):
         yield f"the {outcome} one was found, the {due(kill)} one was due"
@@ -405,7 +499,9 @@ def _judged(kill: Kill, answers: dict[int, Answer], hung: Sequence[int], outcome
             yield f"rank {rank} hung, or ended without a word"
         elif not answer.error and outcome != NEW:
             yield f"rank {rank} was told that the save succeeded"
-        elif answer.error and not (answer.is_expected_kind and kill.rank in answer.missing):
+        elif answer.error and not (
+            answer.is_expected_kind and kill.rank in answer.missing
+        ):
             yield f"rank {rank} did not say that rank {kill.rank} is missing, but {answer.error}"
 
 
@@ -432,7 +528,10 @@ def _metadata_first() -> None:
         objects = [item for item in self.plan.items if item.tensor_data is None]
         self.writer._run = self.plan.storage_data
         if ranks.is_coordinator:
-            found = [WriteResult(item.index, 0, self.planner.get_data(item)) for item in objects]
+            found = [
+                WriteResult(item.index, 0, self.planner.get_data(item))
+                for item in objects
+            ]
             self.writer.finalize_checkpoint(self.metadata, [found])
         ranks.together(lambda: self.writer.execute_write(self.plan, self.planner))
         return self.metadata
@@ -440,20 +539,32 @@ def _metadata_first() -> None:
     saving.Prepared.write = write  # type: ignore[method-assign]
 
 
-BROKEN: dict[str, Callable[[], None]] = {"": lambda: None, "one tag": _one_tag, "metadata first": _metadata_first}
+BROKEN: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "one tag": _one_tag,
+    "metadata first": _metadata_first,
+}
 
 
 # --- which kills
 
 
-def every_phase(chance: random.Random, victims: Iterable[int] = (0, 1, 2)) -> list[Kill]:
+def every_phase(
+    chance: random.Random, victims: Iterable[int] = (0, 1, 2)
+) -> list[Kill]:
     """Every phase, on every rank, over an old checkpoint and as a new one, with save and with async_save."""
     kills = []
-    for phase, rank, overwrites, in_background in itertools.product(PHASES, victims, (True, False), (False, True)):
+    for phase, rank, overwrites, in_background in itertools.product(
+        PHASES, victims, (True, False), (False, True)
+    ):
         if phase == "leftover removed" and not overwrites:
             continue  # there is nothing to remove
         skips = chance.randrange({"data": 3, "leftover removed": 2}.get(phase, 1))
-        kills.append(Kill(phase, rank, _ranks_with(rank, chance), overwrites, in_background, skips))
+        kills.append(
+            Kill(
+                phase, rank, _ranks_with(rank, chance), overwrites, in_background, skips
+            )
+        )
     return kills
 
 
@@ -462,7 +573,11 @@ def any_moments(count: int, chance: random.Random) -> list[Kill]:
     kills = []
     for number in range(count):
         rank = chance.randrange(3)
-        kind = {"overwrites": number % 2 == 0, "in_background": number % 4 >= 2, "moment": chance.uniform(0, 1.1)}
+        kind = {
+            "overwrites": number % 2 == 0,
+            "in_background": number % 4 >= 2,
+            "moment": chance.uniform(0, 1.1),
+        }
         kills.append(Kill(ANY_MOMENT, rank, _ranks_with(rank, chance), **kind))
     return kills
 
@@ -477,28 +592,43 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         cells[result.kill.phase, result.kill.rank][result.outcome] += 1
     ranks = sorted({rank for _, rank in cells})
-    lines = [f"{'killed at':18}" + "".join(f"{f'rank {rank}: old/new/none':>26}" for rank in ranks)]
+    lines = [
+        f"{'killed at':18}"
+        + "".join(f"{f'rank {rank}: old/new/none':>26}" for rank in ranks)
+    ]
     for phase in (*PHASES, ANY_MOMENT):
         row = [cells.get((phase, rank), Counter()) for rank in ranks]
         lines.append(f"{phase:18}" + "".join(f"{_cell(found):>26}" for found in row))
     total = sum(cells.values(), Counter())
-    lines.append(f"{len(results)} kills: " + ", ".join(f"{total[name]} {name}" for name in (OLD, NEW, NONE, WRONG)))
+    lines.append(
+        f"{len(results)} kills: "
+        + ", ".join(f"{total[name]} {name}" for name in (OLD, NEW, NONE, WRONG))
+    )
     return "\n".join(lines)
 
 
 def _cell(found: Counter[str]) -> str:
     wrong = f" WRONG {found[WRONG]}" if found[WRONG] else ""
-    return f"{found.total()}: {found[OLD]}/{found[NEW]}/{found[NONE]}{wrong}" if found else "-"
+    return (
+        f"{found.total()}: {found[OLD]}/{found[NEW]}/{found[NONE]}{wrong}"
+        if found
+        else "-"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 1 if anything was found that must not be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("build/kills"))
     parser.add_argument(
-        "--broken", choices=[name for name in BROKEN if name], default="", help="save wrongly: must fail"
+        "--broken",
+        choices=[name for name in BROKEN if name],
+        default="",
+        help="save wrongly: must fail",
     )
     chosen = parser.parse_args(argv)
     chance = random.Random(chosen.seed)
@@ -512,7 +642,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{result.kill}: {'; '.join(result.violations)}")
     print(table(results))
     violated = sum(bool(result.violations) for result in results)
-    print(f"{violated} kills after which something was wrong; {time.monotonic() - start:.0f} s")
+    print(
+        f"{violated} kills after which something was wrong; {time.monotonic() - start:.0f} s"
+    )
     return int(violated > 0)
 
 

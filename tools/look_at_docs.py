@@ -96,12 +96,16 @@ def chromium(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     if program is None:
         raise SystemExit("chromium is not installed: apt-get install chromium")
     command = [program, *FLAGS, f"--user-data-dir={profile}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)  # noqa: S603 - see above
+    return subprocess.run(  # noqa: S603 - see above
+        command, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 def problems(base: str, profile: Path) -> list[str]:
     """What is wrong with any page."""
-    run = chromium(profile, "--virtual-time-budget=600000", "--dump-dom", f"{base}/probe")
+    run = chromium(
+        profile, "--virtual-time-budget=600000", "--dump-dom", f"{base}/probe"
+    )
     report = re.search(r'<pre id="found">(.*?)</pre>', run.stdout, re.DOTALL)
     if report is None:
         return [f"the browser did not get to the end: {run.stderr[-1000:]}"]
@@ -117,18 +121,32 @@ def take_shots(base: str, profile: Path, pages: tuple[str, ...], folder: Path) -
         name = page.removesuffix("index.html").strip("/").replace("/", "-") or "home"
         for width, (across, down) in WIDTHS.items():
             file = folder / f"{name}-{width}.png"
-            chromium(profile, f"--window-size={across},{down}", f"--screenshot={file}", f"{base}/{page}")
+            chromium(
+                profile,
+                f"--window-size={across},{down}",
+                f"--screenshot={file}",
+                f"{base}/{page}",
+            )
 
 
 def main() -> int:
     """Looks at all pages."""
-    parser = argparse.ArgumentParser(description="Looks at the built site in a real browser.")
+    parser = argparse.ArgumentParser(
+        description="Looks at the built site in a real browser."
+    )
     parser.add_argument("--shots", type=Path, help="a folder for pictures of the pages")
     parser.add_argument("--site", type=Path, default=SITE)
     options = parser.parse_args()
-    pages = tuple(sorted(file.relative_to(options.site).as_posix() for file in options.site.rglob("index.html")))
+    pages = tuple(
+        sorted(
+            file.relative_to(options.site).as_posix()
+            for file in options.site.rglob("index.html")
+        )
+    )
     Quiet.pages = pages
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=options.site))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=options.site)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     base = f"http://127.0.0.1:{server.server_port}"
     with tempfile.TemporaryDirectory() as profile:

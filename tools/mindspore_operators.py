@@ -59,15 +59,27 @@ all that run and compares what is left out with this page; what is left out here
 """
 
 
-def found_on_a_rank(folder: str, deadly: set[tuple[str, str]]) -> list[outcomes.Outcome]:
+def found_on_a_rank(
+    folder: str, deadly: set[tuple[str, str]]
+) -> list[outcomes.Outcome]:
     """How every case goes; what is called next is noted in the folder."""
     note = Path(folder, "next")
 
     def how_it_goes(case: Any) -> outcomes.Outcome:
-        safe = [sizes for sizes in outcomes.sizes_of(case) if (case.name, sizes) not in deadly]
-        return outcomes.outcome(case, safe, lambda sizes: note.write_text(json.dumps([case.name, sizes])))
+        safe = [
+            sizes
+            for sizes in outcomes.sizes_of(case)
+            if (case.name, sizes) not in deadly
+        ]
+        return outcomes.outcome(
+            case, safe, lambda sizes: note.write_text(json.dumps([case.name, sizes]))
+        )
 
-    return [how_it_goes(case) for case in outcomes.EVERY] if get_platform().get_rank() == 0 else []
+    return (
+        [how_it_goes(case) for case in outcomes.EVERY]
+        if get_platform().get_rank() == 0
+        else []
+    )
 
 
 def find() -> list[outcomes.Outcome]:
@@ -89,15 +101,25 @@ def compared(found: list[outcomes.Outcome]) -> list[outcomes.Outcome]:
     """The outcomes, and of which cases the tests would fail."""
     wrong = checked(found)
     for number, case in enumerate(outcomes.EVERY):
-        if found[number].runs and number not in wrong and case.name in test_dispatch.ALL:
+        if (
+            found[number].runs
+            and number not in wrong
+            and case.name in test_dispatch.ALL
+        ):
             try:
                 run_ranks(dispatch_on_rank, 4, case.name, found[number], timeout=120)
             except RankError as error:
-                told = [line for line in str(error).splitlines() if "Error" in line and "pool.RankError" not in line]
+                told = [
+                    line
+                    for line in str(error).splitlines()
+                    if "Error" in line and "pool.RankError" not in line
+                ]
                 wrong[number] = (told or [str(error)])[-1]
                 print(f"{case.name}: {wrong[number][:150]}", flush=True)
     for number, why in wrong.items():
-        found[number] = outcomes.Outcome(outcomes.UNHELD, why=" ".join(why.split())[:90])
+        found[number] = outcomes.Outcome(
+            outcomes.UNHELD, why=" ".join(why.split())[:90]
+        )
     return found
 
 
@@ -124,7 +146,9 @@ def checked(found: list[outcomes.Outcome]) -> dict[int, str]:
 
 def checked_on_rank(folder: str, found: list[outcomes.Outcome], start: int) -> None:
     """Notes before each case that nothing is known of it, and after it what is wrong."""
-    for number, (case, one) in list(enumerate(zip(outcomes.EVERY, found, strict=True)))[start:]:
+    for number, (case, one) in list(enumerate(zip(outcomes.EVERY, found, strict=True)))[
+        start:
+    ]:
         if one.kind != outcomes.RULE or not case.sizes:
             continue
         with Path(folder, "done").open("a") as notes:
@@ -145,10 +169,21 @@ def check(case: Any, found: outcomes.Outcome) -> None:
         with mock.patch.object(outcomes, "known", return_value=found):
             operands = outcomes.drawn_within(case, np.random.default_rng(0))
         tolerance = None if found.dtype == "float64" else 1e-4
-        assert check_rule(case.call, *operands, meshes=[(2,)], tolerance=tolerance, gradients=found.gradients) > 1
+        assert (
+            check_rule(
+                case.call,
+                *operands,
+                meshes=[(2,)],
+                tolerance=tolerance,
+                gradients=found.gradients,
+            )
+            > 1
+        )
     else:
         for sizes in found.sizes:
-            operators.check(case, operators.SIZES[sizes], found.dtype, gradients=found.gradients)
+            operators.check(
+                case, operators.SIZES[sizes], found.dtype, gradients=found.gradients
+            )
 
 
 def dispatch_on_rank(name: str, found: outcomes.Outcome) -> None:
@@ -162,7 +197,9 @@ def dispatch_on_rank(name: str, found: outcomes.Outcome) -> None:
         for seed in test_dispatch.SEEDS:
             shape = test_dispatch.MESHES[seed % len(test_dispatch.MESHES)]
             for sizes in outcomes.taken(case):
-                test_dispatch.compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
+                test_dispatch.compare(
+                    case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed
+                )
 
 
 def main() -> None:
@@ -175,7 +212,9 @@ def main() -> None:
     counts = Counter(one.kind for one in found)
     lacking = [one for one in found if one.kind == outcomes.KERNEL or not one.gradients]
     names = sorted({one.why for one in lacking if one.why.isidentifier()})
-    missing = sorted({one.why.removeprefix("torch.") for one in found if one.kind == outcomes.ABSENT})
+    missing = sorted(
+        {one.why.removeprefix("torch.") for one in found if one.kind == outcomes.ABSENT}
+    )
     head = HEAD.format(
         version=mindspore.__version__,
         count=len(found),
@@ -192,7 +231,9 @@ def main() -> None:
         deadly=counts[outcomes.DEADLY],
         unheld=counts[outcomes.UNHELD],
     )
-    rows = [outcomes.row(case, one) for case, one in zip(outcomes.EVERY, found, strict=True)]
+    rows = [
+        outcomes.row(case, one) for case, one in zip(outcomes.EVERY, found, strict=True)
+    ]
     outcomes.PAGE.write_text(head + "\n".join(rows) + "\n")
     print(dict(counts))
 

@@ -29,14 +29,21 @@ from hyper_parallel.testing import RankError, run_ranks
 
 OUTCOMES = ("sharded", "replicated", "refused", "wrong", "crashed", "hung")
 GROUP = 24  # operators for each job; one by one those of a library whose ranks may lose each other
-MOST_PLACEMENTS = 24  # of all arguments of a sample together, drawn by chance where there are more
+MOST_PLACEMENTS = (
+    24  # of all arguments of a sample together, drawn by chance where there are more
+)
 SECONDS = 6  # samples of each operator whose gradients are differentiated
 LARGE = 100_000  # elements, above which a sample is called without combinations of placements
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 CLOSE_IN_DOUBLE = {"rtol": 1e-8, "atol": 1e-8}
-CLOSE_OF_SECOND = {"rtol": 1e-6, "atol": 1e-6}  # in float64 too; powers of large numbers round more
+CLOSE_OF_SECOND = {
+    "rtol": 1e-6,
+    "atol": 1e-6,
+}  # in float64 too; powers of large numbers round more
 
-Placed = int | str | None  # a dim that is cut, "partial", or None for a copy on every rank
+Placed = (
+    int | str | None
+)  # a dim that is cut, "partial", or None for a copy on every rank
 
 
 @dataclass
@@ -44,8 +51,12 @@ class Found:
     """What the sweep saw of one operator."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    second: Counter[str] = field(default_factory=Counter)  # of gradients of gradients: right, refused, wrong, crashed
-    notes: list[str] = field(default_factory=list)  # what went wrong, and why something was refused
+    second: Counter[str] = field(
+        default_factory=Counter
+    )  # of gradients of gradients: right, refused, wrong, crashed
+    notes: list[str] = field(
+        default_factory=list
+    )  # what went wrong, and why something was refused
     rules: list[tuple[str, str]] = field(
         default_factory=list
     )  # (operator of the table, its way) in order of appearance
@@ -72,20 +83,38 @@ class Ours:
     """hyper_parallel."""
 
     def __init__(self) -> None:
-        from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+        from hyper_parallel import (
+            DTensor,
+            Partial,
+            Replicate,
+            Shard,
+            distribute_tensor,
+            init_device_mesh,
+        )
         from hyper_parallel.core.shard import OperatorError
         from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 
         self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
         self.kind, self._error = DTensor, OperatorError
-        self._distribute, self._partial, self._replicate, self._shard = distribute_tensor, Partial, Replicate, Shard
+        self._distribute, self._partial, self._replicate, self._shard = (
+            distribute_tensor,
+            Partial,
+            Replicate,
+            Shard,
+        )
         self._dispatcher = _OP_DISPATCHER
 
     def put(self, tensor: torch.Tensor, placed: Placed, rank: int) -> Any:
         """A distributed tensor with these values."""
         if placed == "partial":
-            return self.kind.from_local(part_of(tensor, rank), self.mesh, [self._partial()])
-        return self._distribute(tensor, self.mesh, [self._replicate() if placed is None else self._shard(placed)])
+            return self.kind.from_local(
+                part_of(tensor, rank), self.mesh, [self._partial()]
+            )
+        return self._distribute(
+            tensor,
+            self.mesh,
+            [self._replicate() if placed is None else self._shard(placed)],
+        )
 
     def call(self, run: Callable[[], None]) -> str:
         """ "sharded" if every operator in it has a rule, else "replicated"."""
@@ -108,7 +137,9 @@ class Ours:
         Sparse tensors cannot be cut; torch.masked looks for ``x.layout`` among torch's formats, and finds a Layout.
         """
         told = ("got a sparse one", "expects strided", "expect strided")
-        return isinstance(error, self._error) or any(words in str(error) for words in told)
+        return isinstance(error, self._error) or any(
+            words in str(error) for words in told
+        )
 
     @contextmanager
     def watched(self, found: Found) -> Iterator[None]:
@@ -139,7 +170,9 @@ class Torchs:
         """A distributed tensor with these values."""
         native = self._native
         if placed == "partial":
-            return native.DTensor.from_local(part_of(tensor, rank), self.mesh, [native.Partial()], run_check=False)
+            return native.DTensor.from_local(
+                part_of(tensor, rank), self.mesh, [native.Partial()], run_check=False
+            )
         place = native.Replicate() if placed is None else native.Shard(placed)
         return native.distribute_tensor(tensor, self.mesh, [place], src_data_rank=None)
 
@@ -182,7 +215,11 @@ def entries() -> dict[str, Any]:
 def dtype_of(op: Any) -> torch.dtype | None:
     """float32, or one of the operator's own where it has none."""
     dtypes = op.supported_dtypes("cpu")
-    preferred = [dtype for dtype in (torch.float32, torch.complex64, torch.int64) if dtype in dtypes]
+    preferred = [
+        dtype
+        for dtype in (torch.float32, torch.complex64, torch.int64)
+        if dtype in dtypes
+    ]
     return preferred[0] if preferred else min(dtypes, key=str, default=None)
 
 
@@ -223,15 +260,26 @@ def tensors_in(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def placements_of(tensors: Sequence[torch.Tensor], draws: random.Random, most: int) -> list[tuple[Placed, ...]]:
+def placements_of(
+    tensors: Sequence[torch.Tensor], draws: random.Random, most: int
+) -> list[tuple[Placed, ...]]:
     """All placements of each argument beside copies of the others, and combinations of them."""
-    options = [[None, *range(t.dim()), *(["partial"] if adds_up(t) else [])] for t in tensors]
+    options = [
+        [None, *range(t.dim()), *(["partial"] if adds_up(t) else [])] for t in tensors
+    ]
     found = [tuple(None for _ in tensors)]
     for i, choices in enumerate(options):
-        found += [tuple(choice if j == i else None for j in range(len(tensors))) for choice in choices[1:]]
+        found += [
+            tuple(choice if j == i else None for j in range(len(tensors)))
+            for choice in choices[1:]
+        ]
     if len(tensors) > 1 and sum(tensor.numel() for tensor in tensors) < LARGE:
         everything = itertools.islice(itertools.product(*options), 1000)
-        combined = [places for places in everything if sum(place is not None for place in places) > 1]
+        combined = [
+            places
+            for places in everything
+            if sum(place is not None for place in places) > 1
+        ]
         found += draws.sample(combined, min(len(combined), max(4, most - len(found))))
     return found
 
@@ -239,7 +287,9 @@ def placements_of(tensors: Sequence[torch.Tensor], draws: random.Random, most: i
 def adds_up(tensor: torch.Tensor) -> bool:
     """Whether torch adds such tensors: neither booleans, nor floats of a byte, nor sparse ones."""
     dtype = tensor.dtype
-    return tensor.layout == torch.strided and (dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8))
+    return tensor.layout == torch.strided and (
+        dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8)
+    )
 
 
 # --- one call
@@ -252,7 +302,9 @@ class Run:
     arguments: list[Any]
     results: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
-    seconds: list[torch.Tensor | None] = field(default_factory=list)  # gradients of the gradients' weighted sum
+    seconds: list[torch.Tensor | None] = field(
+        default_factory=list
+    )  # gradients of the gradients' weighted sum
 
 
 def called(
@@ -281,16 +333,22 @@ def called(
         given = op(target, *args, **kwargs)
     results = [dense(whole(result)) for result in tensors_in(given)]
     loss = weighted_sum(results) if backward else None
-    seconds = gradients_of_gradients(loss, made, whole) if second and loss is not None else []
+    seconds = (
+        gradients_of_gradients(loss, made, whole) if second and loss is not None else []
+    )
     if loss is not None:
         loss.backward()
     with torch.no_grad():
         gradients = [None if t.grad is None else dense(whole(t.grad)) for t in made]
         arguments = [dense(whole(t.detach())) for t in made]
-        return Run(arguments, [result.detach() for result in results], gradients, seconds)
+        return Run(
+            arguments, [result.detach() for result in results], gradients, seconds
+        )
 
 
-def gradients_of_gradients(loss: torch.Tensor, made: Sequence[Any], whole: Callable[[Any], Any]) -> list[Any]:
+def gradients_of_gradients(
+    loss: torch.Tensor, made: Sequence[Any], whole: Callable[[Any], Any]
+) -> list[Any]:
     """The gradients of a weighted sum of the gradients of a loss; none where those are constant."""
     leaves = [t for t in made if t.requires_grad and t.is_leaf]
     firsts = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
@@ -313,49 +371,76 @@ def weighted_sum(results: Iterable[torch.Tensor]) -> torch.Tensor | None:
     for result in results:
         if result.requires_grad:
             wide = result.to(torch.complex128 if result.is_complex() else torch.float64)
-            weights = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-            total = (torch.where(torch.isfinite(wide.detach()), wide, torch.zeros_like(wide)) * weights).sum()
+            weights = torch.randn(
+                result.shape, generator=generator, dtype=torch.float64
+            )
+            total = (
+                torch.where(torch.isfinite(wide.detach()), wide, torch.zeros_like(wide))
+                * weights
+            ).sum()
             total = total.real + total.imag if total.is_complex() else total
             loss = total if loss is None else loss + total
     return loss
 
 
-def difference(found: Run, expected: Run, close: dict[str, float], random_values: bool) -> str:
+def difference(
+    found: Run, expected: Run, close: dict[str, float], random_values: bool
+) -> str:
     """What differs between two runs; nothing if nothing does."""
     if len(found.results) != len(expected.results):
         return f"{len(found.results)} results, expected {len(expected.results)}"
-    pairs = [(f"result {i}", *pair) for i, pair in enumerate(zip(found.results, expected.results, strict=True))]
+    pairs = [
+        (f"result {i}", *pair)
+        for i, pair in enumerate(zip(found.results, expected.results, strict=True))
+    ]
     for name, mine, true in pairs:
         if (mine.shape, mine.dtype) != (true.shape, true.dtype):
             return f"{name} is {mine.dtype} {tuple(mine.shape)}, expected {true.dtype} {tuple(true.shape)}"
     if random_values:
         return ""
-    pairs += [(f"argument {i}", *pair) for i, pair in enumerate(zip(found.arguments, expected.arguments, strict=True))]
+    pairs += [
+        (f"argument {i}", *pair)
+        for i, pair in enumerate(zip(found.arguments, expected.arguments, strict=True))
+    ]
     pairs += pairs_of("gradient", found.gradients, expected.gradients)
     return first_difference(pairs, close)
 
 
 def difference_of_seconds(found: Run, expected: Run, close: dict[str, float]) -> str:
     """What differs between the gradients of gradients of two runs."""
-    if not found.seconds or not expected.seconds:  # a gradient that is constant has none, or zeros
+    if (
+        not found.seconds or not expected.seconds
+    ):  # a gradient that is constant has none, or zeros
         found, expected = (
             Run([], [], [], one.seconds or [None] * len(other.seconds))
             for one, other in ((found, expected), (expected, found))
         )
-    return first_difference(pairs_of("gradient of the gradient", found.seconds, expected.seconds), close)
+    return first_difference(
+        pairs_of("gradient of the gradient", found.seconds, expected.seconds), close
+    )
 
 
-def pairs_of(name: str, found: Sequence[Any], expected: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+def pairs_of(
+    name: str, found: Sequence[Any], expected: Sequence[Any]
+) -> list[tuple[str, Any, Any]]:
     """Gradients to be compared; none is zero."""
     pairs = []
     for i, (mine, true) in enumerate(zip(found, expected, strict=True)):
         if mine is not None or true is not None:
             zero = torch.zeros_like(mine if true is None else true)
-            pairs.append((f"{name} {i}", zero if mine is None else mine, zero if true is None else true))
+            pairs.append(
+                (
+                    f"{name} {i}",
+                    zero if mine is None else mine,
+                    zero if true is None else true,
+                )
+            )
     return pairs
 
 
-def first_difference(pairs: Iterable[tuple[str, Any, Any]], close: dict[str, float]) -> str:
+def first_difference(
+    pairs: Iterable[tuple[str, Any, Any]], close: dict[str, float]
+) -> str:
     """What is said of the first pair that differs."""
     for name, mine, true in pairs:
         if not near(mine, true, close):
@@ -367,14 +452,18 @@ def near(mine: torch.Tensor, true: torch.Tensor, close: dict[str, float]) -> boo
     """Whether two tensors have the same values, up to rounding at the scale of the largest."""
     if mine.shape != true.shape:
         return False
-    if true.dtype is not torch.complex32 and torch.equal(mine, true):  # which torch cannot compare
+    if true.dtype is not torch.complex32 and torch.equal(
+        mine, true
+    ):  # which torch cannot compare
         return True
     if not (true.is_floating_point() or true.is_complex()):
         return torch.equal(mine, true)
     mine, true = mine.to(torch.complex128), true.to(torch.complex128)
     finite = true[torch.isfinite(true)].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
-    return torch.allclose(mine, true, rtol=close["rtol"], atol=close["atol"] * scale, equal_nan=True)
+    return torch.allclose(
+        mine, true, rtol=close["rtol"], atol=close["atol"] * scale, equal_nan=True
+    )
 
 
 def far(mine: torch.Tensor, true: torch.Tensor) -> float:
@@ -419,7 +508,9 @@ class Sweep:
                 self._sample(name, number, op, sample, found)
         return found
 
-    def _sample(self, name: str, number: int, op: Any, sample: Any, found: Found) -> None:
+    def _sample(
+        self, name: str, number: int, op: Any, sample: Any, found: Found
+    ) -> None:
         try:
             expected, backward = self._plain(op, sample)
             again = called(op, sample, seed=1, backward=backward)
@@ -427,12 +518,21 @@ class Sweep:
             found.no_samples = found.no_samples or f"plain torch: {first_line(error)}"
             return
         found.samples += 1
-        is_random = "empty" in name or bool(difference(again, expected, CLOSE, random_values=False))
-        second = number < SECONDS and backward and not is_random and self._has_second(op, sample)
+        is_random = "empty" in name or bool(
+            difference(again, expected, CLOSE, random_values=False)
+        )
+        second = (
+            number < SECONDS
+            and backward
+            and not is_random
+            and self._has_second(op, sample)
+        )
         tensors = tensors_in(sample)
         for places in placements_of(tensors, random.Random(number), self._placements):
             where = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}"
-            outcome, told = self._compare(op, sample, places, expected, is_random, backward)
+            outcome, told = self._compare(
+                op, sample, places, expected, is_random, backward
+            )
             found.note(outcome, f"{where}: {told}")
             if second and outcome in ("sharded", "replicated"):
                 outcome, told = self._compare_second(op, sample, places)
@@ -455,27 +555,40 @@ class Sweep:
             return False
 
     def _compare(
-        self, op: Any, sample: Any, places: Sequence[Placed], expected: Run, is_random: bool, backward: bool
+        self,
+        op: Any,
+        sample: Any,
+        places: Sequence[Placed],
+        expected: Run,
+        is_random: bool,
+        backward: bool,
     ) -> tuple[str, str]:
         try:
             outcome, run = self._distributed(op, sample, places, backward)
             told = difference(run, expected, CLOSE, is_random)
             if told and not is_random:  # rounding is gone in float64; a mistake stays
                 wide = in_double(sample)
-                plain, (_, run) = called(op, wide, backward=backward), self._distributed(op, wide, places, backward)
+                plain, (_, run) = (
+                    called(op, wide, backward=backward),
+                    self._distributed(op, wide, places, backward),
+                )
                 told = difference(run, plain, CLOSE_IN_DOUBLE, random_values=False)
         except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
             return self._judge(error)
         return ("wrong", told) if told else (outcome, "")
 
-    def _compare_second(self, op: Any, sample: Any, places: Sequence[Placed]) -> tuple[str, str]:
+    def _compare_second(
+        self, op: Any, sample: Any, places: Sequence[Placed]
+    ) -> tuple[str, str]:
         """In float64, where rounding does not hide a mistake."""
         wide = in_double(sample)
         try:
             _, run = self._distributed(op, wide, places, backward=True, second=True)
         except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
             return self._judge(error)
-        told = difference_of_seconds(run, called(op, wide, second=True), CLOSE_OF_SECOND)
+        told = difference_of_seconds(
+            run, called(op, wide, second=True), CLOSE_OF_SECOND
+        )
         return ("wrong", told) if told else ("right", "")
 
     def _judge(self, error: Exception) -> tuple[str, str]:
@@ -484,23 +597,34 @@ class Sweep:
         return "crashed", f"{type(error).__name__}: {first_line(error)}"
 
     def _distributed(
-        self, op: Any, sample: Any, places: Sequence[Placed], backward: bool, second: bool = False
+        self,
+        op: Any,
+        sample: Any,
+        places: Sequence[Placed],
+        backward: bool,
+        second: bool = False,
     ) -> tuple[str, Run]:
         runs: list[Run] = []
 
         def run() -> None:
             following = iter(places)
             put = lambda tensor: self._library.put(tensor, next(following), self._rank)  # noqa: E731
-            runs.append(called(op, sample, put, self._whole, backward=backward, second=second))
+            runs.append(
+                called(op, sample, put, self._whole, backward=backward, second=second)
+            )
 
         return self._library.call(run), runs[-1]
 
     def _whole(self, result: Any) -> torch.Tensor:
-        return result.full_tensor() if isinstance(result, self._library.kind) else result
+        return (
+            result.full_tensor() if isinstance(result, self._library.kind) else result
+        )
 
     @staticmethod
     def _shown(places: Sequence[Placed]) -> str:
-        return ", ".join("R" if p is None else "P" if p == "partial" else f"S({p})" for p in places)
+        return ", ".join(
+            "R" if p is None else "P" if p == "partial" else f"S({p})" for p in places
+        )
 
 
 def first_line(error: BaseException) -> str:
@@ -509,7 +633,10 @@ def first_line(error: BaseException) -> str:
 
 
 def sweep_on_rank(
-    library: str, names: Sequence[str], most: int | None, placements: int = MOST_PLACEMENTS
+    library: str,
+    names: Sequence[str],
+    most: int | None,
+    placements: int = MOST_PLACEMENTS,
 ) -> dict[str, Found]:
     """The sweep of these operators on this rank."""
     torch.set_num_threads(1)
@@ -521,7 +648,10 @@ def sweep_on_rank(
 
 
 def sweep(
-    library: str, names: Sequence[str], most: int | None = None, placements: int = MOST_PLACEMENTS
+    library: str,
+    names: Sequence[str],
+    most: int | None = None,
+    placements: int = MOST_PLACEMENTS,
 ) -> dict[str, Found]:
     """The sweep of these operators, between two ranks; one that takes the ranks with it is found by itself.
 
@@ -548,14 +678,21 @@ def _lost(error: RankError) -> Found:
     return lost
 
 
-def _both(library: str, names: Sequence[str], most: int | None, placements: int) -> dict[str, Found]:
+def _both(
+    library: str, names: Sequence[str], most: int | None, placements: int
+) -> dict[str, Found]:
     """What both ranks saw; what is wrong on one is wrong."""
     # Alone, ranks that do nothing for some seconds are lost; many together may have to wait for a core.
     timeout = 60 * len(names) if len(names) > 1 else None
-    first, second = run_ranks(sweep_on_rank, 2, library, names, most, placements, timeout=timeout)
+    first, second = run_ranks(
+        sweep_on_rank, 2, library, names, most, placements, timeout=timeout
+    )
     for name, other in second.items():
         for outcome in ("wrong", "crashed"):
-            found = [(one.outcomes[outcome], one.second[outcome]) for one in (other, first[name])]
+            found = [
+                (one.outcomes[outcome], one.second[outcome])
+                for one in (other, first[name])
+            ]
             if any(more > fewer for more, fewer in zip(*found, strict=True)):
                 first[name].outcomes, first[name].second = other.outcomes, other.second
                 first[name].notes = [f"rank 1: {note}" for note in other.notes]

@@ -19,12 +19,25 @@ import torch
 
 from hyper_parallel.core.shard.ops import OPERATORS
 from hyper_parallel.testing import close_ranks
-from tools.operator_sweep import GROUP, LIBRARIES, OUTCOMES, SECONDS, Found, entries, sweep
+from tools.operator_sweep import (
+    GROUP,
+    LIBRARIES,
+    OUTCOMES,
+    SECONDS,
+    Found,
+    entries,
+    sweep,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/operators.md"
-SAMPLES = {"ours": 24, "torch": 3}  # of each operator for the page, at most; torch takes long for each new shape
-RESULTS = ROOT / "build/operators"  # what --page has found so far, so that it can be stopped and go on
+SAMPLES = {
+    "ours": 24,
+    "torch": 3,
+}  # of each operator for the page, at most; torch takes long for each new shape
+RESULTS = (
+    ROOT / "build/operators"
+)  # what --page has found so far, so that it can be stopped and go on
 BAD = ("wrong", "crashed", "hung")
 
 HEAD = """# Operators
@@ -92,7 +105,9 @@ def page(ours: Mapping[str, Found], torchs: Mapping[str, Found]) -> str:
     rows = [_row(name, one, torchs.get(name, Found())) for name, one in ours.items()]
     seen = {name for one in ours.values() for name, _ in one.rules}
     others = sorted(set(OPERATORS) - seen)
-    tail = TAIL.format(count=len(others), names=", ".join(f"`{name}`" for name in others))
+    tail = TAIL.format(
+        count=len(others), names=", ".join(f"`{name}`" for name in others)
+    )
     return head + "\n".join(rows) + "\n" + tail
 
 
@@ -109,7 +124,10 @@ def _counts(ours: Counter[str], torchs: Counter[str]) -> str:
     ]
     rows = ["| | hyper_parallel | torch.distributed.tensor |", "| --- | --: | --: |"]
     for text, key in lines:
-        values = [sum(one[outcome] for outcome in OUTCOMES) if key is None else one[key] for one in (ours, torchs)]
+        values = [
+            sum(one[outcome] for outcome in OUTCOMES) if key is None else one[key]
+            for one in (ours, torchs)
+        ]
         rows.append(f"| {text} | {values[0]:,} | {values[1]:,} |")
     return "\n".join(rows)
 
@@ -124,7 +142,11 @@ def _counts_of_second(ours: Mapping[str, Found]) -> str:
         "crashed": "raised another error",
         "wrong": "**wrong value, no error**",
     }
-    rows = ["| | calls |", "| --- | --: |", *(f"| {text} | {total[key]:,} |" for key, text in lines.items())]
+    rows = [
+        "| | calls |",
+        "| --- | --: |",
+        *(f"| {text} | {total[key]:,} |" for key, text in lines.items()),
+    ]
     return "\n".join(rows)
 
 
@@ -133,11 +155,17 @@ def _row(name: str, one: Found, torchs: Found) -> str:
         return f"| `{name}` | not run: {_cell(one.no_samples)} |{'  |' * 7}"
     way = next(iter(one.rules), ("", "by itself"))[1]
     rule = way if way.startswith(("by ", "on ")) else f"`{_cell(way)}`"
-    mine = [one.outcomes[outcome] or "" for outcome in ("sharded", "replicated", "refused")]
+    mine = [
+        one.outcomes[outcome] or "" for outcome in ("sharded", "replicated", "refused")
+    ]
     mine.append(one.second["right"] or "")
     theirs = [torchs.outcomes[outcome] for outcome in ("sharded", "wrong")]
     raised = sum(torchs.outcomes[outcome] for outcome in ("refused", "crashed", "hung"))
-    return f"| `{name}` | {rule} | " + " | ".join(str(value or "") for value in (*mine, *theirs, raised)) + " |"
+    return (
+        f"| `{name}` | {rule} | "
+        + " | ".join(str(value or "") for value in (*mine, *theirs, raised))
+        + " |"
+    )
 
 
 def _cell(text: str) -> str:
@@ -173,7 +201,9 @@ def _all_of(library: str) -> dict[str, Found]:
     path.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Found] = {}
     if path.exists():
-        found = {name: _loaded(one) for name, one in json.loads(path.read_text()).items()}
+        found = {
+            name: _loaded(one) for name, one in json.loads(path.read_text()).items()
+        }
     names = list(entries())
     missing = [name for name in names if name not in found]
     for start in range(0, len(missing), GROUP):
@@ -185,7 +215,10 @@ def _all_of(library: str) -> dict[str, Found]:
 
 def _loaded(saved: dict[str, object]) -> Found:
     one = Found(**saved)  # type: ignore[arg-type]
-    one.outcomes, one.rules = Counter(one.outcomes), [(name, way) for name, way in one.rules]
+    one.outcomes, one.rules = (
+        Counter(one.outcomes),
+        [(name, way) for name, way in one.rules],
+    )
     one.second = Counter(one.second)
     return one
 
@@ -195,7 +228,12 @@ def _print(found: Mapping[str, Found]) -> bool:
     total: Counter[str] = Counter()
     for name, one in found.items():
         total.update(one.outcomes)
-        total.update({f"{outcome} in second order": count for outcome, count in one.second.items()})
+        total.update(
+            {
+                f"{outcome} in second order": count
+                for outcome, count in one.second.items()
+            }
+        )
         for note in one.notes:
             print(f"{name}: {note}")
         if one.no_samples and not one.outcomes:
@@ -207,16 +245,22 @@ def _print(found: Mapping[str, Found]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="operators of the database; all if none is given")
+    parser.add_argument(
+        "names", nargs="*", help="operators of the database; all if none is given"
+    )
     parser.add_argument("--library", choices=list(LIBRARIES), default="ours")
-    parser.add_argument("--samples", type=int, help="at most so many samples of each operator")
+    parser.add_argument(
+        "--samples", type=int, help="at most so many samples of each operator"
+    )
     parser.add_argument("--page", action="store_true", help="writes docs/operators.md")
     options = parser.parse_args(arguments)
     if options.page:
         found = _all_of("ours")
         PAGE.write_text(page(found, _all_of("torch")))
     else:
-        found = sweep(options.library, options.names or list(entries()), options.samples)
+        found = sweep(
+            options.library, options.names or list(entries()), options.samples
+        )
     close_ranks()
     sys.exit(_print(found))
 

@@ -39,23 +39,39 @@ class Picture:
         self.title, self.width, self.height = title, width, height
         self.parts: list[str] = []
 
-    def box(self, x: float, y: float, w: float, h: float, kind: str = "plain", *lines: str) -> None:
+    def box(
+        self, x: float, y: float, w: float, h: float, kind: str = "plain", *lines: str
+    ) -> None:
         """A box with lines of text in its middle."""
-        self.parts.append(f'<rect class="box {kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="5"/>')
+        self.parts.append(
+            f'<rect class="box {kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="5"/>'
+        )
         for number, line in enumerate(lines):
-            self.text(x + w / 2, y + h / 2 + 5 + 18 * (number - (len(lines) - 1) / 2), line)
+            self.text(
+                x + w / 2, y + h / 2 + 5 + 18 * (number - (len(lines) - 1) / 2), line
+            )
 
-    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> None:
+    def text(
+        self, x: float, y: float, words: str, kind: str = "", anchor: str = "middle"
+    ) -> None:
         """Words, by default around x."""
-        self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>')
+        self.parts.append(
+            f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
+        )
 
-    def arrow(self, x: float, y: float, to_x: float, to_y: float, kind: str = "") -> None:
+    def arrow(
+        self, x: float, y: float, to_x: float, to_y: float, kind: str = ""
+    ) -> None:
         """An arrow, which points to its end."""
-        self.parts.append(f'<path class="line {kind}" d="M{x:g} {y:g}L{to_x:g} {to_y:g}" marker-end="url(#tip)"/>')
+        self.parts.append(
+            f'<path class="line {kind}" d="M{x:g} {y:g}L{to_x:g} {to_y:g}" marker-end="url(#tip)"/>'
+        )
 
     def upright(self, x: float, y: float, h: float, words: str, kind: str) -> None:
         """A bar with words that go upwards: a collective, which all ranks of a line do together."""
-        self.parts.append(f'<rect class="box {kind}" x="{x:g}" y="{y:g}" width="30" height="{h:g}" rx="5"/>')
+        self.parts.append(
+            f'<rect class="box {kind}" x="{x:g}" y="{y:g}" width="30" height="{h:g}" rx="5"/>'
+        )
         middle = f"{x + 20:g} {y + h / 2:g}"
         self.parts.append(
             f'<text text-anchor="middle" transform="translate({middle}) rotate(-90)">{escape(words)}</text>'
@@ -93,20 +109,40 @@ def mesh() -> Picture:
     for dp in range(2):
         p.text(60, 90 + 92 * dp, f"dp {dp}")
         for tp in range(4):
-            p.box(145 + 112 * tp, 56 + 92 * dp, 100, 58, "ac"[dp], f"rank {4 * dp + tp}")
+            p.box(
+                145 + 112 * tp, 56 + 92 * dp, 100, 58, "ac"[dp], f"rank {4 * dp + tp}"
+            )
     p.box(130, 45, 458, 80, "none dashed")
     p.box(138, 49, 114, 172, "none dashed")
     p.text(320, 250, "a row: the four ranks of a tp line cut each layer between them")
-    p.text(320, 275, "a column: the two ranks of a dp line share a batch, and have copies of the weights")
+    p.text(
+        320,
+        275,
+        "a column: the two ranks of a dp line share a batch, and have copies of the weights",
+    )
     return p
 
 
 def placements() -> Picture:
     """What two ranks have of a 4 x 4 tensor."""
-    p = Picture("Shard(0), Shard(1), Replicate() and Partial() of a tensor on two ranks", 660, 345)
+    p = Picture(
+        "Shard(0), Shard(1), Replicate() and Partial() of a tensor on two ranks",
+        660,
+        345,
+    )
     kinds = [
-        ("Shard(0)", "rows are cut", ["aaaa", "aaaa", "....", "...."], ["....", "....", "bbbb", "bbbb"]),
-        ("Shard(1)", "columns are cut", ["aa..", "aa..", "aa..", "aa.."], ["..bb", "..bb", "..bb", "..bb"]),
+        (
+            "Shard(0)",
+            "rows are cut",
+            ["aaaa", "aaaa", "....", "...."],
+            ["....", "....", "bbbb", "bbbb"],
+        ),
+        (
+            "Shard(1)",
+            "columns are cut",
+            ["aa..", "aa..", "aa..", "aa.."],
+            ["..bb", "..bb", "..bb", "..bb"],
+        ),
         ("Replicate()", "each has all", ["cccc"] * 4, ["cccc"] * 4),
         ("Partial()", "the sum is the tensor", ["dddd"] * 4, ["dddd"] * 4),
     ]
@@ -125,12 +161,19 @@ def placements() -> Picture:
 
 def mlp() -> Picture:
     """A column-wise and a row-wise layer on two ranks."""
-    p = Picture("A two-layer MLP on two ranks: one all-reduce forward, one backward", 690, 330)
+    p = Picture(
+        "A two-layer MLP on two ranks: one all-reduce forward, one backward", 690, 330
+    )
     columns = [
         (18, 58, "x", "Replicate"), (132, 92, "up", "Colwise"), (250, 76, "h", "Shard(-1)"),
         (352, 92, "down", "Rowwise"), (470, 72, "parts", "Partial"), (608, 64, "y", "Replicate"),
     ]  # fmt: skip
-    texts = {"up": ("half of its", "outputs"), "down": ("half of its", "inputs"), "h": ("half",), "parts": ("a sum",)}
+    texts = {
+        "up": ("half of its", "outputs"),
+        "down": ("half of its", "inputs"),
+        "h": ("half",),
+        "parts": ("a sum",),
+    }
     for x, w, name, style in columns:
         p.text(x + w / 2, 34, name, "bold")
         p.text(x + w / 2, 55, style, "small")
@@ -139,7 +182,15 @@ def mlp() -> Picture:
             p.box(x, 78 + 104 * rank, w, 72, kind, *texts.get(name, (name,)))
     for rank in range(2):
         y = 114 + 104 * rank
-        for start, end in ((76, 88), (118, 131), (224, 249), (326, 351), (444, 469), (542, 556), (586, 607)):
+        for start, end in (
+            (76, 88),
+            (118, 131),
+            (224, 249),
+            (326, 351),
+            (444, 469),
+            (542, 556),
+            (586, 607),
+        ):
             p.arrow(start, y, end, y)
     p.upright(88, 70, 192, "backward: all-reduce", "none dashed")
     p.upright(556, 70, 192, "forward: all-reduce", "plain")
@@ -149,7 +200,12 @@ def mlp() -> Picture:
         "Between the two layers nothing is sent: the activation works on the half that each rank has.",
         "small",
     )
-    p.text(345, 312, "What goes into `up` is used by both ranks, so its gradient comes back in two parts.", "small")
+    p.text(
+        345,
+        312,
+        "What goes into `up` is used by both ranks, so its gradient comes back in two parts.",
+        "small",
+    )
     return p
 
 
@@ -181,7 +237,14 @@ def checkpoint() -> Picture:
     p = Picture("A checkpoint written by a 2x2 mesh and read by three ranks", 690, 330)
     p.text(112, 34, "saved by dp=2, tp=2", "bold")
     for rank in range(4):
-        p.box(28 + 92 * (rank % 2), 60 + 100 * (rank // 2), 78, 76, "ab"[rank % 2], f"rank {rank}")
+        p.box(
+            28 + 92 * (rank % 2),
+            60 + 100 * (rank // 2),
+            78,
+            76,
+            "ab"[rank % 2],
+            f"rank {rank}",
+        )
     p.text(112, 262, "copies are written once,", "small")
     p.text(112, 280, "by one of those that have them", "small")
     p.text(348, 34, "a folder", "bold")
@@ -223,7 +286,10 @@ def layers() -> Picture:
         width = (530 - 10 * (len(names) - 1)) / len(names)
         for place, name in enumerate(names):
             p.box(20 + (width + 10) * place, 18 + 55 * number, width, 42, kind, name)
-    for y, lines in ((205, ("core: knows", "no framework")), (400, ("the only code", "that imports", "a framework"))):
+    for y, lines in (
+        (205, ("core: knows", "no framework")),
+        (400, ("the only code", "that imports", "a framework")),
+    ):
         for number, line in enumerate(lines):
             p.text(628, y + 20 * number, line, "small")
     p.arrow(565, 24, 565, 450)

@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ROOT / "hyper_parallel/platform/platform.py"
-BACKENDS = {"PyTorch": ROOT / "hyper_parallel/platform/torch", "MindSpore": ROOT / "hyper_parallel/platform/mindspore"}
+BACKENDS = {
+    "PyTorch": ROOT / "hyper_parallel/platform/torch",
+    "MindSpore": ROOT / "hyper_parallel/platform/mindspore",
+}
 TESTS = ROOT / "tests"
 PAGE = ROOT / "docs/platform.md"
 
@@ -50,21 +53,40 @@ class Method:
 
 def contract_methods(source: str) -> dict[str, Method]:
     """The public methods and properties of Platform, in the order of the file."""
-    sections = [(i, line.split("---")[1].strip()) for i, line in enumerate(source.splitlines(), 1) if "# ---" in line]
-    [platform] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Platform"]
+    sections = [
+        (i, line.split("---")[1].strip())
+        for i, line in enumerate(source.splitlines(), 1)
+        if "# ---" in line
+    ]
+    [platform] = [
+        n
+        for n in ast.parse(source).body
+        if isinstance(n, ast.ClassDef) and n.name == "Platform"
+    ]
     found = {}
     for node in platform.body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
         section = [title for line, title in sections if line < node.lineno][-1]
-        found[node.name] = Method(node.name, _signature(node), section, _first_sentence(ast.get_docstring(node) or ""))
+        found[node.name] = Method(
+            node.name,
+            _signature(node),
+            section,
+            _first_sentence(ast.get_docstring(node) or ""),
+        )
     return found
 
 
 def _signature(node: ast.FunctionDef) -> str:
     if any(getattr(d, "id", "") == "property" for d in node.decorator_list):
         return node.name
-    for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]:
+    for argument in [
+        *node.args.posonlyargs,
+        *node.args.args,
+        *node.args.kwonlyargs,
+        node.args.vararg,
+        node.args.kwarg,
+    ]:
         if argument is not None:
             argument.annotation = None
     node.args.args = node.args.args[1:]
@@ -72,7 +94,9 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[.!])\s", " ".join(text.split("\n\n", maxsplit=1)[0].split()), maxsplit=1)[0]
+    return re.split(
+        r"(?<=[.!])\s", " ".join(text.split("\n\n", maxsplit=1)[0].split()), maxsplit=1
+    )[0]
 
 
 def calls_in_tests(folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -88,7 +112,9 @@ def calls_in_tests(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 def _is_platform(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
-        return getattr(node.func, "id", getattr(node.func, "attr", "")) == "get_platform"
+        return (
+            getattr(node.func, "id", getattr(node.func, "attr", "")) == "get_platform"
+        )
     return isinstance(node, ast.Name) and node.id in ("platform", "p")
 
 
@@ -98,13 +124,18 @@ def hardware_notes(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found = re.search(r"Untested on hardware: ((?:.|\n)*?)(?:\n\n|\Z)", ast.get_docstring(node) or "")
+                found = re.search(
+                    r"Untested on hardware: ((?:.|\n)*?)(?:\n\n|\Z)",
+                    ast.get_docstring(node) or "",
+                )
                 if found:
                     notes[node.name] = " ".join(found[1].split()).rstrip(".")
     return notes
 
 
-def rows(contract: Path = CONTRACT, tests: Path = TESTS) -> tuple[dict[str, Method], int]:
+def rows(
+    contract: Path = CONTRACT, tests: Path = TESTS
+) -> tuple[dict[str, Method], int]:
     """Every method of the contract with its tests and notes, and the number of test functions that use any."""
     methods = contract_methods(contract.read_text())
     functions = set()
@@ -115,7 +146,11 @@ def rows(contract: Path = CONTRACT, tests: Path = TESTS) -> tuple[dict[str, Meth
     for framework, folder in BACKENDS.items():
         for name, note in hardware_notes(folder).items():
             if name in methods:
-                methods[name].untested += f"{'; ' if methods[name].untested else ''}{framework}: {note}"
+                methods[
+                    name
+                ].untested += (
+                    f"{'; ' if methods[name].untested else ''}{framework}: {note}"
+                )
     return methods, len(functions)
 
 
@@ -131,9 +166,19 @@ def page(methods: dict[str, Method], functions: int) -> str:
                 "| method | what it does | tested in | untested on hardware |",
             ]
             lines += ["| --- | --- | --- | --- |"]
-        tests = ", ".join(Path(file).stem for file, _ in method.tests.most_common(2)) or "**nowhere**"
-        cells = [f"`{method.signature}`", method.summary.replace("``", "`"), tests, method.untested.replace("``", "`")]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        tests = (
+            ", ".join(Path(file).stem for file, _ in method.tests.most_common(2))
+            or "**nowhere**"
+        )
+        cells = [
+            f"`{method.signature}`",
+            method.summary.replace("``", "`"),
+            tests,
+            method.untested.replace("``", "`"),
+        ]
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -66,7 +66,9 @@ class Plain:
 
     def integers(self, number: int, shape: tuple[int, ...], high: int) -> Any:
         """Indices."""
-        return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(number))
+        return torch.randint(
+            0, high, shape, generator=torch.Generator().manual_seed(number)
+        )
 
     def move(self, tensor: Any, layout: int) -> Any:  # noqa: ARG002 - for those on a mesh
         """The tensor in another layout, as one of its own."""
@@ -106,7 +108,9 @@ class Drawing:
             return
         name = line.partition(" = ")[0]
         made = self.namespace.get(name)
-        if isinstance(made, torch.Tensor) and (made.numel() > LARGEST or made.dim() > 4 or not made.isfinite().all()):
+        if isinstance(made, torch.Tensor) and (
+            made.numel() > LARGEST or made.dim() > 4 or not made.isfinite().all()
+        ):
             return
         self.lines.append(line)
 
@@ -119,7 +123,11 @@ class Drawing:
     def tensors(self, want: Callable[[Any], bool]) -> list[str]:
         used = {line.partition(" = ")[0] for line in self.lines}
         found = [name for name in self.namespace if name in used]
-        return [name for name in found if is_usable(self.namespace[name]) and want(self.namespace[name])]
+        return [
+            name
+            for name in found
+            if is_usable(self.namespace[name]) and want(self.namespace[name])
+        ]
 
     def pick(self, want: Callable[[Any], bool] = torch.is_tensor) -> str | None:
         names = self.tensors(want)
@@ -144,13 +152,25 @@ class Drawing:
 
     def leaf(self, shape: tuple[int, ...] | None = None) -> str:
         if shape is None:
-            shape = tuple(self.rng.choice(SIZES) for _ in range(self.rng.choice([1, 2, 2, 2, 3])))
+            shape = tuple(
+                self.rng.choice(SIZES) for _ in range(self.rng.choice([1, 2, 2, 2, 3]))
+            )
         return f"{self.new()} = leaf({self._count}, {shape}, {self.layout()})"
 
     def unary(self) -> str | None:
         x = self.pick()
         call = self.rng.choice(
-            ["sin()", "tanh()", "square()", "relu()", "sigmoid()", "abs()", "neg()", "clone()", "exp()"]
+            [
+                "sin()",
+                "tanh()",
+                "square()",
+                "relu()",
+                "sigmoid()",
+                "abs()",
+                "neg()",
+                "clone()",
+                "exp()",
+            ]
         )
         return x and f"{self.new()} = {x}.{call}"
 
@@ -162,7 +182,13 @@ class Drawing:
             y = str(self.number())
             return f"{self.new()} = {x} {self.rng.choice('+-*/')} {y}"
         way = self.rng.choice(
-            ["{x} + {y}", "{x} - {y}", "{x} * {y}", "torch.maximum({x}, {y})", "torch.where({x} > 0, {x}, {y})"]
+            [
+                "{x} + {y}",
+                "{x} - {y}",
+                "{x} * {y}",
+                "torch.maximum({x}, {y})",
+                "torch.where({x} > 0, {x}, {y})",
+            ]
         )
         return f"{self.new()} = {way.format(x=x, y=y)}"
 
@@ -183,7 +209,9 @@ class Drawing:
         x = self.pick(lambda t: t.dim() >= 1)
         if x is None:
             return None
-        dim = self.rng.choice([str(self.dim(x)), str(self.dim(x)), f"{self.dim(x)}, keepdim=True"])
+        dim = self.rng.choice(
+            [str(self.dim(x)), str(self.dim(x)), f"{self.dim(x)}, keepdim=True"]
+        )
         call = self.rng.choice(
             [
                 f"sum({dim})",
@@ -203,7 +231,13 @@ class Drawing:
             return None
         dim = self.dim(x)
         call = self.rng.choice(
-            [f"softmax({dim})", f"cumsum({dim})", f"flip({dim})", f"roll(1, {dim})", f"sort({dim})[0]"]
+            [
+                f"softmax({dim})",
+                f"cumsum({dim})",
+                f"flip({dim})",
+                f"roll(1, {dim})",
+                f"sort({dim})[0]",
+            ]
         )
         return f"{self.new()} = {x}.{call}"
 
@@ -264,7 +298,11 @@ class Drawing:
     def join(self) -> str | None:
         x = self.pick(lambda t: t.dim() >= 1)
         y = self.pick(lambda t: t.dim() >= 1)
-        return x and y and f"{self.new()} = torch.{self.rng.choice(['cat', 'stack'])}([{x}, {y}, {x}], {self.dim(x)})"
+        return (
+            x
+            and y
+            and f"{self.new()} = torch.{self.rng.choice(['cat', 'stack'])}([{x}, {y}, {x}], {self.dim(x)})"
+        )
 
     def network(self) -> str | None:
         x = self.pick(lambda t: t.dim() >= 2)

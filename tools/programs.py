@@ -34,7 +34,10 @@ MESHES = ((2,), (2, 2))
 BATCH = 50  # programs in one job of the ranks
 BAD = ("wrong", "crashed", "disagreement", "hung")
 # A code of ours; torch's own word on views of which it made several, more of which there may be on a shard.
-REFUSALS = ("[HP", "is a view and its base or another view of its base has been modified inplace")
+REFUSALS = (
+    "[HP",
+    "is a view and its base or another view of its base has been modified inplace",
+)
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}
 LARGEST = 1e6  # of a sum whose sine is compared
 
@@ -61,7 +64,13 @@ class Case:
 
     def source(self) -> str:
         """The program as text."""
-        return "\n".join([f"# seed {self.seed}, mesh {self.mesh}", *self.lines, f"# then: {self.ending}"])
+        return "\n".join(
+            [
+                f"# seed {self.seed}, mesh {self.mesh}",
+                *self.lines,
+                f"# then: {self.ending}",
+            ]
+        )
 
 
 @dataclass
@@ -81,7 +90,9 @@ class OnMesh(Plain):
         from hyper_parallel import init_device_mesh
 
         super().__init__()
-        self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("xy"[: len(sizes)]))
+        self.mesh = init_device_mesh(
+            "cpu", sizes, mesh_dim_names=tuple("xy"[: len(sizes)])
+        )
 
     def placements(self, number: int, ndim: int, partial: bool) -> list[Any]:
         """The layout of that number for a tensor of so many dims."""
@@ -104,8 +115,12 @@ class OnMesh(Plain):
         if at is None:
             made = distribute_tensor(whole, self.mesh, placements)
         else:
-            others = [Replicate() if axis == at else p for axis, p in enumerate(placements)]
-            part = self._part(whole, placements[at].reduce_op, self.mesh.get_coordinate()[at])
+            others = [
+                Replicate() if axis == at else p for axis, p in enumerate(placements)
+            ]
+            part = self._part(
+                whole, placements[at].reduce_op, self.mesh.get_coordinate()[at]
+            )
             local = distribute_tensor(part, self.mesh, others).to_local().clone()
             made = DTensor.from_local(local, self.mesh, placements, shape=shape)
         self.leaves[-1] = made.requires_grad_()
@@ -128,22 +143,30 @@ class OnMesh(Plain):
         from hyper_parallel import distribute_tensor
 
         drawn = super().integers(number, shape, high)
-        return distribute_tensor(drawn, self.mesh, self.placements(number, len(shape), partial=False))
+        return distribute_tensor(
+            drawn, self.mesh, self.placements(number, len(shape), partial=False)
+        )
 
     def move(self, tensor: Any, layout: int) -> Any:
-        return tensor.redistribute(self.mesh, self.placements(layout, tensor.dim(), partial=True)).clone()
+        return tensor.redistribute(
+            self.mesh, self.placements(layout, tensor.dim(), partial=True)
+        ).clone()
 
     def weights_like(self, tensor: Any) -> Any:
         """Plain numbers as copies on every rank."""
         from hyper_parallel import Replicate, distribute_tensor
 
-        return distribute_tensor(weights_like(tensor), self.mesh, [Replicate()] * self.mesh.ndim)
+        return distribute_tensor(
+            weights_like(tensor), self.mesh, [Replicate()] * self.mesh.ndim
+        )
 
 
 def weights_like(tensor: Any) -> torch.Tensor:
     """Fixed numbers in the shape of a tensor."""
     count = tensor.numel()
-    return (torch.arange(count, dtype=torch.float64) % 7 - 2.5).reshape(tuple(tensor.shape))
+    return (torch.arange(count, dtype=torch.float64) % 7 - 2.5).reshape(
+        tuple(tensor.shape)
+    )
 
 
 def whole(tensor: Any) -> Any:
@@ -170,11 +193,25 @@ class Run:
         """All values that are compared."""
         for line in self._case.lines:
             exec(line, self._namespace)  # noqa: S102 - a line of our own
-        names = [line.partition(" = ")[0] for line in self._case.lines if line.startswith("v")]
-        tensors = {name: self._namespace[name] for name in names if " " not in name and name in self._namespace}
+        names = [
+            line.partition(" = ")[0]
+            for line in self._case.lines
+            if line.startswith("v")
+        ]
+        tensors = {
+            name: self._namespace[name]
+            for name in names
+            if " " not in name and name in self._namespace
+        }
         for name, tensor in tensors.items():
             self.results[name] = whole(tensor)
-        loss = self._total([t for t in list(tensors.values())[-4:] if t.is_floating_point() and t.requires_grad])
+        loss = self._total(
+            [
+                t
+                for t in list(tensors.values())[-4:]
+                if t.is_floating_point() and t.requires_grad
+            ]
+        )
         if loss is not None:
             ENDINGS[self._case.ending](self, loss, second)
         for i, seen in enumerate(self._calls.seen):
@@ -193,14 +230,28 @@ class Run:
 
     def once(self, loss: Any, _: Any) -> None:
         """Gradients by autograd.grad."""
-        self._note("gradient", torch.autograd.grad(loss, self._calls.leaves, allow_unused=True))
+        self._note(
+            "gradient", torch.autograd.grad(loss, self._calls.leaves, allow_unused=True)
+        )
 
     def twice(self, loss: Any, second: Sequence[bool] | None) -> None:
         """Gradients of gradients."""
-        firsts = torch.autograd.grad(loss, self._calls.leaves, create_graph=True, allow_unused=True)
+        firsts = torch.autograd.grad(
+            loss, self._calls.leaves, create_graph=True, allow_unused=True
+        )
         self._note("gradient", firsts)
-        self.second = [g is not None and g.requires_grad for g in firsts] if second is None else list(second)
-        penalty = self._total([g for g, wanted in zip(firsts, self.second, strict=True) if wanted and g is not None])
+        self.second = (
+            [g is not None and g.requires_grad for g in firsts]
+            if second is None
+            else list(second)
+        )
+        penalty = self._total(
+            [
+                g
+                for g, wanted in zip(firsts, self.second, strict=True)
+                if wanted and g is not None
+            ]
+        )
         if penalty is not None and penalty.requires_grad:
             found = torch.autograd.grad(penalty, self._calls.leaves, allow_unused=True)
             self._note("gradient of gradients", found)
@@ -217,7 +268,9 @@ class Run:
         used = [leaf for leaf in self._calls.leaves if leaf.grad is not None]
         if used:
             get_platform().clip_grad_norm_(used, 1.0)
-            torch.optim.AdamW(used, lr=0.1, eps=0.01).step()  # a smaller eps would enlarge rounding
+            torch.optim.AdamW(
+                used, lr=0.1, eps=0.01
+            ).step()  # a smaller eps would enlarge rounding
             self._note("updated leaf", used)
 
     def _note(self, name: str, tensors: Sequence[Any]) -> None:
@@ -244,9 +297,14 @@ def _judge(case: Case) -> tuple[str, str]:
     plain = Run(case, Plain(), weights_like)
     try:
         expected = plain.run()
-    except (RuntimeError, OverflowError):  # a graph that torch itself cannot go back through, a loss of mere rounding
+    except (
+        RuntimeError,
+        OverflowError,
+    ):  # a graph that torch itself cannot go back through, a loss of mere rounding
         return "invalid", ""
-    if not all(value is None or bool(value.isfinite().all()) for value in expected.values()):
+    if not all(
+        value is None or bool(value.isfinite().all()) for value in expected.values()
+    ):
         return "invalid", ""
     try:
         calls = OnMesh(case.mesh)
@@ -255,7 +313,9 @@ def _judge(case: Case) -> tuple[str, str]:
         raise
     except Exception as error:  # noqa: BLE001 - that is what is looked for
         told = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else ''}"
-        return ("refused" if any(words in str(error) for words in REFUSALS) else "crashed"), told
+        return (
+            "refused" if any(words in str(error) for words in REFUSALS) else "crashed"
+        ), told
     told = difference(found, expected)
     return ("wrong", told) if told else ("right", "")
 
@@ -266,7 +326,10 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
         mine, true = found.get(name), expected.get(name)
         if mine is None and true is None:
             continue
-        mine, true = (torch.zeros_like(other) if one is None else one for one, other in ((mine, true), (true, mine)))
+        mine, true = (
+            torch.zeros_like(other) if one is None else one
+            for one, other in ((mine, true), (true, mine))
+        )
         if mine.shape != true.shape:
             return f"{name} has the shape {tuple(mine.shape)}, expected {tuple(true.shape)}"
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
@@ -288,10 +351,16 @@ def judge_on_rank(cases: Sequence[Case]) -> list[tuple[str, str]]:
                 found.append(judge(case))
             except CommunicationError as error:
                 return [*found, ("disagreement", str(error).splitlines()[0][:300])]
-            outcomes: list[Any] = [None] * len(torch.distributed.get_process_group_ranks(None))
+            outcomes: list[Any] = [None] * len(
+                torch.distributed.get_process_group_ranks(None)
+            )
             torch.distributed.all_gather_object(outcomes, found[-1][0])
             if len(set(outcomes)) > 1:
-                found[-1] = ("wrong", found[-1][1]) if "wrong" in outcomes else ("disagreement", str(outcomes))
+                found[-1] = (
+                    ("wrong", found[-1][1])
+                    if "wrong" in outcomes
+                    else ("disagreement", str(outcomes))
+                )
     return found
 
 
@@ -304,7 +373,9 @@ def judge_all(cases: Sequence[Case]) -> list[tuple[str, str]]:
     while len(found) < len(cases):
         rest = cases[len(found) :]
         try:
-            mine, *others = run_ranks(judge_on_rank, ranks, rest, timeout=20 + 2.0 * len(rest))
+            mine, *others = run_ranks(
+                judge_on_rank, ranks, rest, timeout=20 + 2.0 * len(rest)
+            )
         except RankError as error:
             if len(rest) == 1:
                 found.append(("hung", str(error).splitlines()[0]))
@@ -318,7 +389,9 @@ def judge_all(cases: Sequence[Case]) -> list[tuple[str, str]]:
     return found
 
 
-def run_cases(seeds: Sequence[int], report: Callable[[str], None] | None = None) -> dict[int, tuple[str, str]]:
+def run_cases(
+    seeds: Sequence[int], report: Callable[[str], None] | None = None
+) -> dict[int, tuple[str, str]]:
     """The outcomes of the cases of these numbers."""
     found: dict[int, tuple[str, str]] = {}
     for start in range(0, len(seeds), BATCH):
@@ -330,7 +403,9 @@ def run_cases(seeds: Sequence[int], report: Callable[[str], None] | None = None)
                 if report is not None and outcome[0] in BAD:
                     report(f"{case.seed}: {outcome}")
         if report is not None:
-            report(f"{len(found)} of {len(seeds)}: {dict(Counter(kind for kind, _ in found.values()))}")
+            report(
+                f"{len(found)} of {len(seeds)}: {dict(Counter(kind for kind, _ in found.values()))}"
+            )
     return found
 
 
@@ -341,7 +416,12 @@ def minimise(case: Case) -> tuple[Case, str]:
     while changed:
         changed = False
         for at in reversed(range(len(case.lines))):
-            shorter = Case(case.seed, case.lines[:at] + case.lines[at + 1 :], case.mesh, case.ending)
+            shorter = Case(
+                case.seed,
+                case.lines[:at] + case.lines[at + 1 :],
+                case.mesh,
+                case.ending,
+            )
             if not runs(shorter):
                 continue
             found, why = judge_all([shorter])[0]
@@ -391,12 +471,36 @@ def page(found: dict[int, tuple[str, str]]) -> str:
     counts = Counter(kind for kind, _ in found.values())
     valid = {seed: one for seed, one in found.items() if one[0] != "invalid"}
     names = ("right", "refused", "wrong", "crashed", "disagreement", "hung")
-    titles = {"wrong": "**wrong value, no error**", "disagreement": "ranks disagree", "crashed": "raised another error"}
-    rows = "\n".join(f"| {titles.get(name, name)} | {counts[name]:,} |" for name in names)
-    reasons = Counter(_reason(told) for kind, told in found.values() if kind == "refused")
-    refusals = "\n".join(f"- {count} times: `{reason}`" for reason, count in reasons.most_common(6)) or "- none"
-    share = round(100 * sum(len(Case.draw(seed).mesh) > 1 for seed in list(found)[:500]) / max(1, min(500, len(found))))
-    return TEXT.format(count=len(valid), rows=rows, refusals=refusals, first=min(found), last=max(found), share=share)
+    titles = {
+        "wrong": "**wrong value, no error**",
+        "disagreement": "ranks disagree",
+        "crashed": "raised another error",
+    }
+    rows = "\n".join(
+        f"| {titles.get(name, name)} | {counts[name]:,} |" for name in names
+    )
+    reasons = Counter(
+        _reason(told) for kind, told in found.values() if kind == "refused"
+    )
+    refusals = (
+        "\n".join(
+            f"- {count} times: `{reason}`" for reason, count in reasons.most_common(6)
+        )
+        or "- none"
+    )
+    share = round(
+        100
+        * sum(len(Case.draw(seed).mesh) > 1 for seed in list(found)[:500])
+        / max(1, min(500, len(found)))
+    )
+    return TEXT.format(
+        count=len(valid),
+        rows=rows,
+        refusals=refusals,
+        first=min(found),
+        last=max(found),
+        share=share,
+    )
 
 
 def _reason(told: str) -> str:

@@ -52,7 +52,16 @@ MODULES: dict[str, str | None] = {
 }
 ELSEWHERE = {"Platform": "Every method is in [the table of the contract](platform.md)."}
 # What only other parts of the library call.
-INTERNAL = {"DTensor": {"dispatch", "is_parameter", "lost_its_graph", "of_plain", "take_short_way", "wrapped"}}
+INTERNAL = {
+    "DTensor": {
+        "dispatch",
+        "is_parameter",
+        "lost_its_graph",
+        "of_plain",
+        "take_short_way",
+        "wrapped",
+    }
+}
 
 HEAD = """# Python interface
 
@@ -103,7 +112,11 @@ def entry(name: str, value: Any) -> Entry:
     if not inspect.isclass(value):
         return Entry(name, signature(name, value), text)
     if issubclass(value, Enum):
-        return Entry(name, f"class {name}", f"{text}\n\nOne of {', '.join(f'`{one.name}`' for one in value)}.")
+        return Entry(
+            name,
+            f"class {name}",
+            f"{text}\n\nOne of {', '.join(f'`{one.name}`' for one in value)}.",
+        )
     if issubclass(value, BaseException) or inspect.isabstract(value):
         return Entry(name, f"class {name}", text, tuple(members(value)))
     return Entry(name, signature(f"class {name}", value), text, tuple(members(value)))
@@ -112,7 +125,9 @@ def entry(name: str, value: Any) -> Entry:
 def described(value: Any) -> str:
     """A docstring that was written, not one that a dataclass made."""
     text = inspect.cleandoc(value.__doc__ or "")
-    is_made = inspect.isclass(value) and re.match(rf"{value.__name__}\(.*\)( -> None)?$", text)
+    is_made = inspect.isclass(value) and re.match(
+        rf"{value.__name__}\(.*\)( -> None)?$", text
+    )
     return "" if is_made else text
 
 
@@ -133,7 +148,11 @@ def members(value: type) -> Iterator[tuple[str, str]]:
             ):
                 continue
             seen.add(name)
-            told = name if isinstance(member, property) else signature(name, member, short=True)
+            told = (
+                name
+                if isinstance(member, property)
+                else signature(name, member, short=True)
+            )
             yield f"`{told}`", first_sentence(text)
 
 
@@ -152,13 +171,21 @@ def signature(name: str, value: Any, *, short: bool = False) -> str:
         star = star or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
         told.append(parameter(one, short=short))
     line = f"{name}({', '.join(told)})"
-    return line if short or len(line) <= 100 else f"{name}(\n    " + ",\n    ".join(told) + ",\n)"
+    return (
+        line
+        if short or len(line) <= 100
+        else f"{name}(\n    " + ",\n    ".join(told) + ",\n)"
+    )
 
 
 def parameter(one: inspect.Parameter, *, short: bool) -> str:
     """One parameter with its type and its default."""
     stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
-    kind = one.annotation if isinstance(one.annotation, str) else getattr(one.annotation, "__name__", "")
+    kind = (
+        one.annotation
+        if isinstance(one.annotation, str)
+        else getattr(one.annotation, "__name__", "")
+    )
     has_kind = not short and one.annotation is not one.empty and kind
     text = f"{stars}{one.name}{f': {kind}' if has_kind else ''}"
     if one.default is one.empty:
@@ -169,13 +196,18 @@ def parameter(one: inspect.Parameter, *, short: bool) -> str:
 
 def first_sentence(text: str) -> str:
     """The first sentence of a docstring, on one line."""
-    return re.split(r"(?<=[.!])\s", " ".join(text.split("\n\n", maxsplit=1)[0].split()), maxsplit=1)[0]
+    return re.split(
+        r"(?<=[.!])\s", " ".join(text.split("\n\n", maxsplit=1)[0].split()), maxsplit=1
+    )[0]
 
 
 def as_markdown(text: str) -> str:
     """A docstring's text; what is no code is taken as it is."""
     parts = re.split(r"(`[^`]*`)", text.replace("``", "`"))
-    return "".join(part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part)
+        for part in parts
+    )
 
 
 def page() -> str:
@@ -188,10 +220,15 @@ def page() -> str:
     for module, names in found.items():
         lines.append(f"\n## {module}\n\n{summary_of(module)}")
         for one in names:
-            lines.append(f"\n### {one.name}\n\n```python\n{one.signature}\n```\n\n{as_markdown(one.text)}")
+            lines.append(
+                f"\n### {one.name}\n\n```python\n{one.signature}\n```\n\n{as_markdown(one.text)}"
+            )
             if one.members:
                 lines.append("\n| | |\n| --- | --- |")
-                lines += [f"| {call.replace('|', chr(92) + '|')} | {as_markdown(text)} |" for call, text in one.members]
+                lines += [
+                    f"| {call.replace('|', chr(92) + '|')} | {as_markdown(text)} |"
+                    for call, text in one.members
+                ]
     return "\n".join(lines) + "\n"
 
 

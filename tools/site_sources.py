@@ -33,20 +33,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 known.add(target)
                 if target.suffix == ".md":
                     waiting.append(target)
-                files.append(File.generated(config, page_of(target), content=text_of(target)))
+                files.append(
+                    File.generated(config, page_of(target), content=text_of(target))
+                )
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs'
+def on_page_markdown(
+    markdown: str,
+    page: Page,
+    config: MkDocsConfig,  # noqa: ARG001
+    files: Files,  # noqa: ARG001 - mkdocs'
+) -> str:
     """Has links to such files lead to their pages."""
     here = page.file.src_uri
-    source = ROOT / here.removeprefix("repository/") if here.startswith("repository/") else DOCS / here
-    if source.suffix == ".md" and not source.exists():  # a page that shows a source, whose text links to nothing
+    source = (
+        ROOT / here.removeprefix("repository/")
+        if here.startswith("repository/")
+        else DOCS / here
+    )
+    if (
+        source.suffix == ".md" and not source.exists()
+    ):  # a page that shows a source, whose text links to nothing
         return markdown
 
     def moved(link: re.Match[str]) -> str:
         target = target_of(source, link[0])
-        return link[0] if target is None else os.path.relpath(page_of(target), Path(here).parent)
+        return (
+            link[0]
+            if target is None
+            else os.path.relpath(page_of(target), Path(here).parent)
+        )
 
     return LINK.sub(moved, markdown)
 
@@ -62,7 +79,11 @@ def outside(source: Path) -> Iterator[Path]:
 def target_of(source: Path, link: str) -> Path | None:
     """The file of the repository that a page's link means."""
     target = (source.parent / link).resolve()
-    return target if "://" not in link and target.is_relative_to(ROOT) and target.is_file() else None
+    return (
+        target
+        if "://" not in link and target.is_relative_to(ROOT) and target.is_file()
+        else None
+    )
 
 
 def page_of(target: Path) -> str:

@@ -9,7 +9,9 @@ from hyper_parallel.recipe import data
 class Corpus:
     """Batches for training and evaluation, each given by the seed and its number alone, so that resuming is exact."""
 
-    def __init__(self, batch: int, length: int, seed: int, part: int = 0, parts: int = 1):
+    def __init__(
+        self, batch: int, length: int, seed: int, part: int = 0, parts: int = 1
+    ):
         """``length``: of a sequence. ``part`` of ``parts``: which rows of each batch are this process's."""
         tokens = data.as_bytes([data.python_text()])
         self._arrays = data.Corpus(tokens, batch, length, seed, part=part, parts=parts)

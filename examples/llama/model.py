@@ -34,7 +34,9 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         self.apply(_initialise)
-        for block in self.blocks:  # what adds to the residual stream starts smaller, the more there is of it
+        for block in (
+            self.blocks
+        ):  # what adds to the residual stream starts smaller, the more there is of it
             for matrix in (block.attention.wo, block.mlp.down):
                 nn.init.normal_(matrix.weight, std=0.02 / (2 * config.layers) ** 0.5)
         if config.tied:
@@ -52,7 +54,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(config.dim, eps=1e-5) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (
+            nn.RMSNorm(config.dim, eps=1e-5) for _ in range(2)
+        )
         self.attention = Attention(config)
         self.mlp = MLP(config)
 
@@ -73,8 +77,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: "Rotary") -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        y = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True, enable_gqa=True)
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        y = F.scaled_dot_product_attention(
+            rotary(q), rotary(k), v, is_causal=True, enable_gqa=True
+        )
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -83,7 +92,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.gate, self.up = (nn.Linear(config.dim, config.hidden, bias=False) for _ in range(2))
+        self.gate, self.up = (
+            nn.Linear(config.dim, config.hidden, bias=False) for _ in range(2)
+        )
         self.down = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -55,7 +55,11 @@ class RMSNorm(nn.Cell):
         self.eps = eps
 
     def construct(self, x: Tensor) -> Tensor:
-        return x * mint.rsqrt(mint.mean(x * x, dim=-1, keepdim=True) + self.eps) * self.weight
+        return (
+            x
+            * mint.rsqrt(mint.mean(x * x, dim=-1, keepdim=True) + self.eps)
+            * self.weight
+        )
 
 
 class Block(nn.Cell):
@@ -80,8 +84,12 @@ class Attention(nn.Cell):
         self.head_dim = config.dim // config.heads
         self.groups = config.heads // config.kv_heads
         self.wq = mint.nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.wk = mint.nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.wv = mint.nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.wk = mint.nn.Linear(
+            config.dim, config.kv_heads * self.head_dim, bias=False
+        )
+        self.wv = mint.nn.Linear(
+            config.dim, config.kv_heads * self.head_dim, bias=False
+        )
         self.wo = mint.nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
         speeds = config.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
         angles = np.outer(np.arange(config.context), speeds).astype(np.float32)
@@ -93,8 +101,14 @@ class Attention(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         length = x.shape[1]
         q, k, v = (self._heads(w(x)) for w in (self.wq, self.wk, self.wv))
-        k, v = (ops.repeat_interleave(y, self.groups, 1) if self.groups > 1 else y for y in (k, v))
-        scores = mint.matmul(self._turned(q), mint.transpose(self._turned(k), 2, 3)) / self.head_dim**0.5
+        k, v = (
+            ops.repeat_interleave(y, self.groups, 1) if self.groups > 1 else y
+            for y in (k, v)
+        )
+        scores = (
+            mint.matmul(self._turned(q), mint.transpose(self._turned(k), 2, 3))
+            / self.head_dim**0.5
+        )
         scores = scores.masked_fill(self.later[:length, :length], float("-inf"))
         y = mint.matmul(F.softmax(scores, dim=-1), v)
         return self.wo(mint.flatten(mint.transpose(y, 1, 2), 2))

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    parallelize_module,
+)
 from hyper_parallel.core.tensor_parallel import Replicated, replicate
 
 
@@ -11,11 +18,19 @@ def put_on_mesh(model: Any, mesh: Any, *, sequence_parallel: bool = False) -> An
 
     It is the same for both frameworks: the parts of the model have the same names.
     """
-    heads, kv_heads, whole = model.config.heads, model.config.kv_heads, {"use_local_output": False}
-    stream = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the layers
+    heads, kv_heads, whole = (
+        model.config.heads,
+        model.config.kv_heads,
+        {"use_local_output": False},
+    )
+    stream = (
+        Shard(1) if sequence_parallel else Replicate()
+    )  # how activations lie between the layers
     norm = SequenceParallel() if sequence_parallel else Replicated()
     plan = {
-        "embed": RowwiseParallel(output_layouts=stream, **whole),  # the vocabulary is cut
+        "embed": RowwiseParallel(
+            output_layouts=stream, **whole
+        ),  # the vocabulary is cut
         "blocks.*.*_norm": norm,
         "blocks.*.attention.wq": ColwiseParallel(heads=heads, **whole),
         "blocks.*.attention.w[kv]": ColwiseParallel(heads=kv_heads, **whole),

@@ -7,21 +7,37 @@ replicate(model, mesh["dp"])                                        where there 
 loss = model(input_ids, attention_mask=mask, labels=labels).loss
 """
 
-from hyper_parallel import ColwiseParallel, Replicate, RowwiseParallel, SequenceParallel, Shard
-from hyper_parallel.core.tensor_parallel import FusedColwiseParallel, PrepareModuleInput, Replicated
+from hyper_parallel import (
+    ColwiseParallel,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+)
+from hyper_parallel.core.tensor_parallel import (
+    FusedColwiseParallel,
+    PrepareModuleInput,
+    Replicated,
+)
 
 
 def llama(config, sequence_parallel=False):
     """LlamaForCausalLM; also with its output layer tied to the embedding."""
-    between = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the blocks
+    between = (
+        Shard(1) if sequence_parallel else Replicate()
+    )  # how activations lie between the blocks
     norm = SequenceParallel() if sequence_parallel else Replicated()
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=between, use_local_output=False)
     return {
         "model.embed_tokens": rows,
         "model.layers.*.*layernorm": norm,
-        "model.layers.*.self_attn.q_proj": ColwiseParallel(use_local_output=False, heads=config.num_attention_heads),
-        "model.layers.*.self_attn.[kv]_proj": ColwiseParallel(use_local_output=False, heads=config.num_key_value_heads),
+        "model.layers.*.self_attn.q_proj": ColwiseParallel(
+            use_local_output=False, heads=config.num_attention_heads
+        ),
+        "model.layers.*.self_attn.[kv]_proj": ColwiseParallel(
+            use_local_output=False, heads=config.num_key_value_heads
+        ),
         "model.layers.*.self_attn.o_proj": rows,
         "model.layers.*.mlp.gate_proj": columns,
         "model.layers.*.mlp.up_proj": columns,
@@ -38,7 +54,9 @@ def gpt2(config, sequence_parallel=False):
     norm = SequenceParallel() if sequence_parallel else Replicated()
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=between, use_local_output=False)
-    qkv = FusedColwiseParallel(sections=3, heads=3 * config.num_attention_heads, use_local_output=False)
+    qkv = FusedColwiseParallel(
+        sections=3, heads=3 * config.num_attention_heads, use_local_output=False
+    )
     return {
         "transformer.wte": rows,
         "transformer.h.*.ln_?": norm,
@@ -56,7 +74,9 @@ def bert(config, sequence_parallel=False):
     """BertForMaskedLM, whose output layer is the word embedding."""
     between = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    numbers = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=between)  # of positions and types
+    numbers = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=between
+    )  # of positions and types
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=between, use_local_output=False)
     heads = ColwiseParallel(use_local_output=False, heads=config.num_attention_heads)

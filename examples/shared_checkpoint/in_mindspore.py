@@ -41,10 +41,14 @@ def step_of(model: Llama, optimizer: optim.Optimizer) -> Callable[[Any, Any], fl
 
     def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
         logits = model(ids)
-        loss = ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        loss = ops.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        )
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
-    with_gradients = mindspore.value_and_grad(loss_of, None, weights=model.trainable_params())
+    with_gradients = mindspore.value_and_grad(
+        loss_of, None, weights=model.trainable_params()
+    )
 
     def step(ids: Tensor, targets: Tensor) -> float:
         loss, gradients = with_gradients(ids, targets)

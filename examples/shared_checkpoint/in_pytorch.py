@@ -30,11 +30,15 @@ def tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def step_of(model: Llama, optimizer: torch.optim.Optimizer) -> Callable[[Any, Any], float]:
+def step_of(
+    model: Llama, optimizer: torch.optim.Optimizer
+) -> Callable[[Any, Any], float]:
     """One step of training: the loss."""
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(ids).flatten(0, 1), targets.flatten()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,10 +22,23 @@ LARGEST = 2e-6  # the relative difference that float32 comes to in a few steps
 
 def main() -> None:
     """The training in three parts, the same training in one go, and what there is to compare."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else mkdtemp(prefix="shared_checkpoint_"))
-    first, copied, second, third, whole = (out / name for name in ("first", "copied", "second", "third", "whole"))
+    out = Path(
+        sys.argv[1] if len(sys.argv) > 1 else mkdtemp(prefix="shared_checkpoint_")
+    )
+    first, copied, second, third, whole = (
+        out / name for name in ("first", "copied", "second", "third", "whole")
+    )
     start("in_pytorch.py", 4, "--mesh", "2x2", "--steps", STEPS, "--save", first)
-    going_on = ["--load", first, "--copy", copied, "--steps", 2 * STEPS, "--save", second]
+    going_on = [
+        "--load",
+        first,
+        "--copy",
+        copied,
+        "--steps",
+        2 * STEPS,
+        "--save",
+        second,
+    ]
     start("in_mindspore.py", 2, "--mesh", "2", *going_on)
     start("in_pytorch.py", 1, "--load", second, "--steps", 3 * STEPS, "--save", third)
     start("in_pytorch.py", 1, "--steps", 3 * STEPS, "--save", whole)
@@ -33,7 +46,9 @@ def main() -> None:
     print("\nLoaded by MindSpore and saved again:")
     for part in ("model.", "optimizer.state.", "reference."):
         check_bits(part, first, copied)
-    print("The copy in bfloat16, after both frameworks, and where it never left PyTorch:")
+    print(
+        "The copy in bfloat16, after both frameworks, and where it never left PyTorch:"
+    )
     check_bits("reference.", whole, third)
     check_losses(read_objects(third)["losses"], read_objects(whole)["losses"])
 
@@ -61,12 +76,25 @@ def start(script: str, ranks: int, *options: object) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    paths = {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "llama"), os.environ.get("PYTHONPATH", "")])}
-    calm = {"OMP_NUM_THREADS": "1", "GLOG_v": "3"}  # one thread a rank, and MindSpore tells errors alone
+    job = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    paths = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent / "llama"), os.environ.get("PYTHONPATH", "")]
+        )
+    }
+    calm = {
+        "OMP_NUM_THREADS": "1",
+        "GLOG_v": "3",
+    }  # one thread a rank, and MindSpore tells errors alone
     command = [sys.executable, str(HERE / script), *map(str, options)]
     processes = [
-        subprocess.Popen(command, env={**os.environ, **job, **paths, **calm, "RANK": str(rank)})  # noqa: S603 - ours
+        subprocess.Popen(  # noqa: S603 - ours
+            command, env={**os.environ, **job, **paths, **calm, "RANK": str(rank)}
+        )
         for rank in range(ranks)
     ]
     while any(process.poll() is None for process in processes):

@@ -12,7 +12,11 @@ from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, Chunks,
 from hyper_parallel.core.distributed_checkpoint.codec import encode
 from hyper_parallel.core.distributed_checkpoint.entries import PLAIN
 from hyper_parallel.core.distributed_checkpoint.format import data_file_name
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, TensorStorageMetadata, dtype_name
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    Metadata,
+    TensorStorageMetadata,
+    dtype_name,
+)
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
 from hyper_parallel.core.distributed_checkpoint.strict_json import quoted
 
@@ -20,25 +24,44 @@ from hyper_parallel.core.distributed_checkpoint.strict_json import quoted
 def described(path: Path, kind: str, metadata: Metadata) -> dict[str, Any]:
     """Everything but the data, ready for JSON."""
     known = metadata.state_dict_metadata.items()
-    tensors = {name: entry for name, entry in known if isinstance(entry, TensorStorageMetadata)}
+    tensors = {
+        name: entry for name, entry in known if isinstance(entry, TensorStorageMetadata)
+    }
     stored = metadata.storage_data
     return {
         "path": str(path),
         "kind": kind,
-        "bytes": sum(entry.nbytes() for entry in tensors.values() if entry.stored_as is None),
+        "bytes": sum(
+            entry.nbytes() for entry in tensors.values() if entry.stored_as is None
+        ),
         "ranks": stored.ranks,
         "library": stored.library,
         "meshes": _meshes(tensors),
-        "tensors": [_tensor(name, entry, stored.tag) for name, entry in tensors.items()],
-        "objects": {name: encode(value, name) for name, value in sorted(stored.objects.items())},
+        "tensors": [
+            _tensor(name, entry, stored.tag) for name, entry in tensors.items()
+        ],
+        "objects": {
+            name: encode(value, name) for name, value in sorted(stored.objects.items())
+        },
     }
 
 
 def _meshes(tensors: Mapping[str, TensorStorageMetadata]) -> list[dict[str, Any]]:
     """The meshes that tensors lay on, each once."""
-    cuts = [entry.chunks.cut for entry in tensors.values() if isinstance(entry.chunks, ChunkGrid)]
-    found = {(cut.mesh_shape, cut.names) for cut in cuts if cut.names not in (PLAIN, ("rank",))}
-    return [{"shape": list(shape), "names": names and list(names)} for shape, names in sorted(found, key=repr)]
+    cuts = [
+        entry.chunks.cut
+        for entry in tensors.values()
+        if isinstance(entry.chunks, ChunkGrid)
+    ]
+    found = {
+        (cut.mesh_shape, cut.names)
+        for cut in cuts
+        if cut.names not in (PLAIN, ("rank",))
+    }
+    return [
+        {"shape": list(shape), "names": names and list(names)}
+        for shape, names in sorted(found, key=repr)
+    ]
 
 
 def _tensor(name: str, entry: TensorStorageMetadata, tag: str) -> dict[str, Any]:
@@ -54,8 +77,15 @@ def _tensor(name: str, entry: TensorStorageMetadata, tag: str) -> dict[str, Any]
 
 
 def _files(chunks: Chunks, tag: str) -> list[str]:
-    places = {chunks.place(number) for number, chunk in enumerate(chunks) if math.prod(chunk.sizes)}
-    return sorted(data_file_name(tag, place) if isinstance(place, int) else place for place in places)
+    places = {
+        chunks.place(number)
+        for number, chunk in enumerate(chunks)
+        if math.prod(chunk.sizes)
+    }
+    return sorted(
+        data_file_name(tag, place) if isinstance(place, int) else place
+        for place in places
+    )
 
 
 def layout_text(chunks: Chunks) -> str:
@@ -67,13 +97,17 @@ def layout_text(chunks: Chunks) -> str:
         return "whole"
     if cut.names == ("rank",):
         return "a row of each rank"
-    return ", ".join([*_cutting(cut), *(f"R on {_axis(cut, axis)}" for axis in cut.copying)])
+    return ", ".join(
+        [*_cutting(cut), *(f"R on {_axis(cut, axis)}" for axis in cut.copying)]
+    )
 
 
 def _cutting(cut: Cut) -> list[str]:
     told = []
     for dim, axes in enumerate(cut.dim_axes):
-        sections = f": {'+'.join(map(str, cut.sections[dim]))}" if dim in cut.sections else ""
+        sections = (
+            f": {'+'.join(map(str, cut.sections[dim]))}" if dim in cut.sections else ""
+        )
         told += [f"S({dim}{sections}) on {_axis(cut, axis)}" for axis in axes]
     return told
 
@@ -89,7 +123,12 @@ def printable(text: str) -> str:
 
 def size_text(count: int) -> str:
     """Like "1.5 GiB"."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in (
+        ("TiB", 1 << 40),
+        ("GiB", 1 << 30),
+        ("MiB", 1 << 20),
+        ("KiB", 1 << 10),
+    ):
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"

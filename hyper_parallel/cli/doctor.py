@@ -33,8 +33,17 @@ COMPILED = {
     "hyper_parallel.core.shard._fast": "dispatch of operators",
     "hyper_parallel.core.distributed_checkpoint._block_sums": "checksums of checkpoints",
 }
-EXTRAS = {"pydantic": "cli", "yaml": "cli", "tensorboard": "cli", "transformers": "models"}
-LITTLE = {"memory": 1 << 30, "disk": 1 << 30, "shared memory": 128 << 20}  # bytes below which one is warned
+EXTRAS = {
+    "pydantic": "cli",
+    "yaml": "cli",
+    "tensorboard": "cli",
+    "transformers": "models",
+}
+LITTLE = {
+    "memory": 1 << 30,
+    "disk": 1 << 30,
+    "shared memory": 128 << 20,
+}  # bytes below which one is warned
 COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 _EPILOG = """
@@ -70,9 +79,12 @@ class Finding:
 @told
 def doctor(
     framework: Annotated[
-        Framework | None, typer.Option(help="Look at this one alone; else at all that are there.")
+        Framework | None,
+        typer.Option(help="Look at this one alone; else at all that are there."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for the round trip of each framework.")] = 180.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds for the round trip of each framework.")
+    ] = 180.0,
     debug: Debug = False,  # noqa: ARG001 - for the decorator
 ) -> None:
     """Tells whether this machine can run hyper_parallel, and what to do where it cannot."""
@@ -98,9 +110,15 @@ def findings(frameworks: Sequence[str], timeout: float) -> Iterator[Finding]:
         if name in there:
             yield from _framework(name, timeout)
         else:
-            needed = not there or os.environ.get("HYPER_PARALLEL_PLATFORM") == name or len(frameworks) == 1
+            needed = (
+                not there
+                or os.environ.get("HYPER_PARALLEL_PLATFORM") == name
+                or len(frameworks) == 1
+            )
             remedy = f"pip install 'hyper_parallel[{name}]'"
-            yield Finding("broken" if needed else "note", name, "is not installed", remedy)
+            yield Finding(
+                "broken" if needed else "note", name, "is not installed", remedy
+            )
     yield from _extras()
     yield from _room()
 
@@ -117,12 +135,27 @@ def _version(package: str) -> str:
 
 def _compiled() -> Iterator[Finding]:
     for module, what in COMPILED.items():
-        if os.environ.get("HYPER_PARALLEL_PURE_PYTHON", "").lower() not in ("", "0", "false", "no"):
+        if os.environ.get("HYPER_PARALLEL_PURE_PYTHON", "").lower() not in (
+            "",
+            "0",
+            "false",
+            "no",
+        ):
             remedy = "unset HYPER_PARALLEL_PURE_PYTHON"
-            yield Finding("note", f"compiled {what.split()[0]}", f"{what}: switched off, the Python twin runs", remedy)
+            yield Finding(
+                "note",
+                f"compiled {what.split()[0]}",
+                f"{what}: switched off, the Python twin runs",
+                remedy,
+            )
         elif find_spec(module) is None:
             remedy = "it is faster if installed where there is a C compiler: pip install --no-binary hyper_parallel ..."
-            yield Finding("note", f"compiled {what.split()[0]}", f"{what}: not compiled, the Python twin runs", remedy)
+            yield Finding(
+                "note",
+                f"compiled {what.split()[0]}",
+                f"{what}: not compiled, the Python twin runs",
+                remedy,
+            )
         else:
             yield Finding("ok", f"compiled {what.split()[0]}", what)
 
@@ -130,7 +163,12 @@ def _compiled() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for module, extra in EXTRAS.items():
         if find_spec(module) is None:
-            yield Finding("note", module, "is not installed", f"if you need it: pip install 'hyper_parallel[{extra}]'")
+            yield Finding(
+                "note",
+                module,
+                "is not installed",
+                f"if you need it: pip install 'hyper_parallel[{extra}]'",
+            )
 
 
 # --- a framework
@@ -142,18 +180,23 @@ def _framework(name: str, timeout: float) -> Iterator[Finding]:
     facts, problem = _round_trip(name, timeout)
     if "device" in facts:
         kind = facts["kind"]
-        said = f"{facts['device']}{'; no accelerator was found' if kind == 'cpu' else ''}"
+        said = (
+            f"{facts['device']}{'; no accelerator was found' if kind == 'cpu' else ''}"
+        )
         yield Finding("ok", f"{name} device", said)
     if not problem:
         told_backend = f"{facts['backend']}: two processes exchanged data in {facts['seconds']:.1f} s"
         yield Finding("ok", f"{name} ranks", told_backend)
     elif "device" in facts:
         remedy = (
-            "look at firewalls for the loopback interface, at free memory and at `ulimit -u`; --timeout gives more time"
+            "look at firewalls for the loopback interface, at free memory and at "
+            "`ulimit -u`; --timeout gives more time"
         )
         yield Finding("broken", f"{name} ranks", problem, remedy)
     else:
-        remedy = f"install it again: pip install --force-reinstall 'hyper_parallel[{name}]'"
+        remedy = (
+            f"install it again: pip install --force-reinstall 'hyper_parallel[{name}]'"
+        )
         yield Finding("broken", f"{name} import", problem, remedy)
 
 
@@ -163,12 +206,22 @@ def _round_trip(name: str, timeout: float) -> tuple[dict[str, Any], str]:
     surroundings = {"GLOG_v": "3", **os.environ, "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(  # noqa: S603 - our own module
-            command, env=surroundings, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            env=surroundings,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         written = error.stdout or b""
-        return _facts(written.decode() if isinstance(written, bytes) else written), f"no answer after {timeout:g} s"
-    last = next((line for line in reversed(run.stderr.splitlines()) if line.strip()), f"exit code {run.returncode}")
+        return _facts(
+            written.decode() if isinstance(written, bytes) else written
+        ), f"no answer after {timeout:g} s"
+    last = next(
+        (line for line in reversed(run.stderr.splitlines()) if line.strip()),
+        f"exit code {run.returncode}",
+    )
     return _facts(run.stdout), "" if run.returncode == 0 else last.strip()
 
 
@@ -186,29 +239,48 @@ def _facts(text: str) -> dict[str, Any]:
 def _room() -> Iterator[Finding]:
     yield _enough("memory", _free_memory(), "", "use smaller batches or fewer ranks")
     for what, folder in (("disk", Path.cwd()), ("disk", Path(tempfile.gettempdir()))):
-        yield _enough(what, shutil.disk_usage(folder).free, f" in {folder}", "checkpoints and logs need room")
+        yield _enough(
+            what,
+            shutil.disk_usage(folder).free,
+            f" in {folder}",
+            "checkpoints and logs need room",
+        )
     shared = Path("/dev/shm")  # noqa: S108 - it is only asked how large it is
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
-        yield _enough("shared memory", free, f" in {shared}", "in a container: docker run --shm-size=1g ...")
+        yield _enough(
+            "shared memory",
+            free,
+            f" in {shared}",
+            "in a container: docker run --shm-size=1g ...",
+        )
 
 
 def _enough(what: str, free: int | None, where: str, remedy: str) -> Finding:
     if free is None:
         return Finding("note", what, "this system does not say how much is free")
     state = "ok" if free >= LITTLE[what] else "note"
-    return Finding(state, what, f"{size_text(free)} free{where}", remedy if state == "note" else "")
+    return Finding(
+        state, what, f"{size_text(free)} free{where}", remedy if state == "note" else ""
+    )
 
 
 def _free_memory() -> int | None:
     """The bytes that new processes can have, in this container if it has a limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith("MemAvailable")
+        )
     except (OSError, StopIteration):
         return None
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip()
+            for name in ("max", "current")
+        )
         return min(free, int(limit) - int(used))
     except (OSError, ValueError):  # there is no limit
         return free

@@ -17,7 +17,11 @@ _EPILOG = "Example: hyper-parallel explain HP203"
 
 
 @application.command("explain", epilog=_EPILOG)
-def explain(code: Annotated[str, typer.Argument(help="As it stands at the end of an error: HP203.")] = "") -> None:
+def explain(
+    code: Annotated[
+        str, typer.Argument(help="As it stands at the end of an error: HP203.")
+    ] = "",
+) -> None:
     """Say what an error code means and what to do about it; without one, list all."""
     if not code:
         typer.echo("\n".join(_contents()))
@@ -34,7 +38,9 @@ def _hint(wanted: str) -> str:
     number = wanted.removeprefix("HP")
     if not number.isdecimal():
         return "codes are like HP203; explain without one lists all"
-    near = sorted(explanations(), key=lambda code: abs(int(code.removeprefix("HP")) - int(number)))[:3]
+    near = sorted(
+        explanations(), key=lambda code: abs(int(code.removeprefix("HP")) - int(number))
+    )[:3]
     return f"near are {', '.join(near)}"
 
 
@@ -45,5 +51,9 @@ def _told(one: Explanation) -> str:
 def _contents() -> list[str]:
     lines = []
     for family in families():
-        lines += ["", family.name, *(f"  {one.code}  {one.name}" for one in family.explanations)]
+        lines += [
+            "",
+            family.name,
+            *(f"  {one.code}  {one.name}" for one in family.explanations),
+        ]
     return lines[1:]

@@ -38,9 +38,15 @@ class Family:
 @functools.cache
 def families() -> tuple[Family, ...]:
     """All codes, by layer."""
-    found = re.split(r"^\[(\d)\] (.+)$", TEXT.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    found = re.split(
+        r"^\[(\d)\] (.+)$", TEXT.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )[1:]
     return tuple(
-        Family(digit, name, tuple(_explanation(block) for block in body.strip().split("\n\n")))
+        Family(
+            digit,
+            name,
+            tuple(_explanation(block) for block in body.strip().split("\n\n")),
+        )
         for digit, name, body in zip(found[::3], found[1::3], found[2::3], strict=True)
     )
 
@@ -60,4 +66,6 @@ def _explanation(block: str) -> Explanation:
         raise AssertionError(
             f"{TEXT.name}: expected a code and a name, '> example', a cause, '= remedy'; got {block!r}"
         )
-    return Explanation(named[1], named[2], example[2:], " ".join(causes), " ".join(remedies))
+    return Explanation(
+        named[1], named[2], example[2:], " ".join(causes), " ".join(remedies)
+    )

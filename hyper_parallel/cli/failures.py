@@ -21,7 +21,9 @@ WRONG = 1
 BAD_INPUT = 2
 
 P = ParamSpec("P")
-Debug = Annotated[bool, typer.Option("--debug", help="Tell errors with their tracebacks.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Tell errors with their tracebacks.")
+]
 
 
 class BadInputError(Exception):
@@ -48,7 +50,9 @@ def told(command: Callable[P, None]) -> Callable[P, None]:
             is_bad_input = isinstance(error, BadInputError)
             if kwargs.get("debug"):
                 traceback.print_exception(error)
-            typer.echo(f"error: {error if is_bad_input else _with_type(error)}", err=True)
+            typer.echo(
+                f"error: {error if is_bad_input else _with_type(error)}", err=True
+            )
             if not is_bad_input and not kwargs.get("debug"):
                 typer.echo("--debug shows where it was raised", err=True)
             raise typer.Exit(BAD_INPUT if is_bad_input else WRONG) from None

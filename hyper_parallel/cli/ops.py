@@ -46,20 +46,34 @@ _WAYS = {
 @application.command(epilog=_EPILOG)
 @told
 def ops(
-    name: Annotated[str | None, typer.Argument(help="An operator, as the framework or a rule calls it.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="An operator, as the framework or a rule calls it."),
+    ] = None,
     check: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py:NAME", help="Check the rule of a DistributedOp, DFunction or function."),
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Check the rule of a DistributedOp, DFunction or function.",
+        ),
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option(help="For --check: those of its operands, as '5,3 5,3'; else chosen by its rule.")
+        str | None,
+        typer.Option(
+            help="For --check: those of its operands, as '5,3 5,3'; else chosen by its rule."
+        ),
     ] = None,
     given: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="NAME=VALUE", help="For --check: further arguments of the call."),
+        typer.Option(
+            "--with",
+            metavar="NAME=VALUE",
+            help="For --check: further arguments of the call.",
+        ),
     ] = None,
     framework: Annotated[
-        Framework | None, typer.Option(help="Whose operators; else those of the one that is there.")
+        Framework | None,
+        typer.Option(help="Whose operators; else those of the one that is there."),
     ] = None,
     debug: Debug = False,  # noqa: ARG001 - for the decorator
 ) -> None:
@@ -98,7 +112,9 @@ def _listed() -> Iterator[str]:
     for family, names in sorted(families.items()):
         yield ""
         yield f"{family.replace('_', ' ')} ({len(names)})"
-        yield from textwrap.wrap(" ".join(sorted(names)), 116, initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(
+            " ".join(sorted(names)), 116, initial_indent="  ", subsequent_indent="  "
+        )
     yield ""
     yield "any other operator runs on whole tensors, with a warning; `hyper-parallel ops NAME` shows a rule"
 
@@ -118,18 +134,27 @@ def _described(asked: str) -> Iterator[str]:
     operators = _operators()
     name = _canonical(asked, operators)
     op = operators[name]
-    yield f"{name}({_signature(op)})" + (f"     ({asked} is another name of it)" if name != asked else "")
+    yield f"{name}({_signature(op)})" + (
+        f"     ({asked} is another name of it)" if name != asked else ""
+    )
     yield f"  family      {op.family.rpartition('.')[2].replace('_', ' ')}"
     spelled = _spelled(name)
     if spelled:
-        yield from textwrap.wrap(", ".join(spelled), 116, initial_indent="  called as   ", subsequent_indent=" " * 14)
+        yield from textwrap.wrap(
+            ", ".join(spelled),
+            116,
+            initial_indent="  called as   ",
+            subsequent_indent=" " * 14,
+        )
     way = _way(op)
     if way in ("by others", "by itself"):
         yield f"  {_WAYS[way]}"
         return
     rules = list(dict.fromkeys(_rules(op)))
     if way == "by arguments":
-        yield f"  {_WAYS[way]}" + ("; for some of them:" if rules else "; none could be guessed")
+        yield f"  {_WAYS[way]}" + (
+            "; for some of them:" if rules else "; none could be guessed"
+        )
     for rule in rules:
         yield from _explained(rule)
     if op.local is not None:
@@ -157,7 +182,9 @@ def _canonical(asked: str, operators: Mapping[str, Operator]) -> str:
             "docs/add-an-operator.md, to run it on shards custom_shard()"
         )
     longer = sorted(one for one in operators if last and last in one)
-    near = longer[:5] or difflib.get_close_matches(last.lower(), operators, 5, cutoff=0.7)
+    near = longer[:5] or difflib.get_close_matches(
+        last.lower(), operators, 5, cutoff=0.7
+    )
     meant = f"; did you mean {', '.join(near)}?" if near else ""
     mine = platform.platform_type.value
     other = next(one.value for one in Framework if one.value != mine)
@@ -177,10 +204,16 @@ def _plain_name(asked: str) -> str:
 def _signature(op: Operator) -> str:
     starred = {op.rest: f"*{op.rest}"} if op.rest else {}
     named = [
-        f"{starred.get(name, name)}={op.defaults[name]!r}" if name in op.defaults else starred.get(name, name)
+        f"{starred.get(name, name)}={op.defaults[name]!r}"
+        if name in op.defaults
+        else starred.get(name, name)
         for name in op.parameters
     ]
-    only = [f"{name}={value!r}" for name, value in op.defaults.items() if name not in op.parameters]
+    only = [
+        f"{name}={value!r}"
+        for name, value in op.defaults.items()
+        if name not in op.parameters
+    ]
     return ", ".join(named + (["*", *only] if only and not op.rest else only))
 
 
@@ -199,7 +232,11 @@ def _spelled(name: str) -> list[str]:
     try:
         function = platform.operator(name)
         where = getattr(function, "__module__", None) or ""
-        if where and not where.startswith(("hyper_parallel", "torch._C")) and f"Tensor.{name}" not in found:
+        if (
+            where
+            and not where.startswith(("hyper_parallel", "torch._C"))
+            and f"Tensor.{name}" not in found
+        ):
             found.insert(0, f"{where}.{getattr(function, '__name__', name)}")
     except AttributeError:
         pass
@@ -210,7 +247,9 @@ def _explained(rule: Rule) -> Iterator[str]:
     """What a rule allows, in words."""
     yield f"  rule        {rule}"
     kept = {factor for result in rule.notation.results for factor in result.factors}
-    factors = dict.fromkeys(factor for operand in rule.notation.operands for factor in operand.factors)
+    factors = dict.fromkeys(
+        factor for operand in rule.notation.operands for factor in operand.factors
+    )
     for factor in factors:
         mark = rule.notation.marks.get(factor, "")
         shown = "other dims" if factor == "..." else factor
@@ -223,9 +262,16 @@ def _explained(rule: Rule) -> Iterator[str]:
         else:
             told_factor = f"may be cut, and the result is a pending {rule.reduce}"
         yield f"    {shown:<12}{told_factor}"
-    groups = [" and ".join(f"operand {i}" for i in group) + " together" * (len(group) > 1) for group in rule.linear]
+    groups = [
+        " and ".join(f"operand {i}" for i in group) + " together" * (len(group) > 1)
+        for group in rule.linear
+    ]
     kinds = " or ".join(rule.carries)
-    passes = f"a pending {kinds} passes in {'; or in '.join(groups)}" if groups else "nothing: it is reduced first"
+    passes = (
+        f"a pending {kinds} passes in {'; or in '.join(groups)}"
+        if groups
+        else "nothing: it is reduced first"
+    )
     yield f"    {'pending':<12}{passes}"
     for order in rule.orders:
         having = " and ".join(f"operand {i}" for i in order.operands)
@@ -267,10 +313,25 @@ def _guesses(op: Operator) -> Iterator[dict[str, Any]]:
         def tensor(shape: tuple[int, ...] = shape) -> Any:
             return DTensor(get_platform().zeros(shape), whole.bind(len(shape)), shape)
 
-        likely = {"dim": -1, "dims": (-1,), "dim0": 0, "dim1": 1, "normalized_shape": (shape[-1],), "num_groups": 2}
-        needed = {name: likely[name] if name in likely else tensor() for name in op.parameters if name != op.rest}
+        likely = {
+            "dim": -1,
+            "dims": (-1,),
+            "dim0": 0,
+            "dim1": 1,
+            "normalized_shape": (shape[-1],),
+            "num_groups": 2,
+        }
+        needed = {
+            name: likely[name] if name in likely else tensor()
+            for name in op.parameters
+            if name != op.rest
+        }
         yield {**needed, **op.defaults}
-        yield {**needed, **op.defaults, **{name: value for name, value in likely.items() if name in op.defaults}}
+        yield {
+            **needed,
+            **op.defaults,
+            **{name: value for name, value in likely.items() if name in op.defaults},
+        }
 
 
 # --- a rule of one's own
@@ -285,7 +346,11 @@ def _check(what: str, shapes: str | None, given: Sequence[str]) -> None:
 
     def with_arguments(*tensors: Any) -> Any:
         # What autograd functions take has no names.
-        return call(*tensors, *arguments.values()) if _is_applied(call) else call(*tensors, **arguments)
+        return (
+            call(*tensors, *arguments.values())
+            if _is_applied(call)
+            else call(*tensors, **arguments)
+        )
 
     told_shapes = ", ".join(str(tuple(x.shape)) for x in operands)
     try:
@@ -295,12 +360,18 @@ def _check(what: str, shapes: str | None, given: Sequence[str]) -> None:
         typer.echo(f"on operands of shapes {told_shapes}")
         raise typer.Exit(WRONG) from None
     except (TypeError, ValueError) as error:
-        raise BadInputError(f"{what} cannot be checked with operands of shapes {told_shapes}: {error}") from error
+        raise BadInputError(
+            f"{what} cannot be checked with operands of shapes {told_shapes}: {error}"
+        ) from error
     if not count:
-        raise BadInputError(f"{what}: the rule allows nothing that could be compared on shapes {told_shapes}")
+        raise BadInputError(
+            f"{what}: the rule allows nothing that could be compared on shapes {told_shapes}"
+        )
     name = f"{op.name}: {op.rule}" if op is not None else what
     typer.echo(f"right: {name}")
-    typer.echo(f"{count} comparisons held on meshes {', '.join(map(str, MESHES))}, operands of shapes {told_shapes}")
+    typer.echo(
+        f"{count} comparisons held on meshes {', '.join(map(str, MESHES))}, operands of shapes {told_shapes}"
+    )
 
 
 def _called(what: str) -> tuple[Callable[..., Any], Operator | None]:
@@ -318,10 +389,16 @@ def _called(what: str) -> tuple[Callable[..., Any], Operator | None]:
     kind = found if isinstance(found, type) else type(found)
     if not issubclass(kind, DistributedOp):
         if not callable(found):
-            raise BadInputError(f"{what} is no DistributedOp, no DFunction and no function, but {found!r}")
+            raise BadInputError(
+                f"{what} is no DistributedOp, no DFunction and no function, but {found!r}"
+            )
         return found, None
     op = _registered(what, found, kind, new)
-    functions = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, DFunction)]
+    functions = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, DFunction)
+    ]
     for function in functions:
         if function._op_name == op.name:
             return function.apply, op
@@ -334,7 +411,9 @@ def _called(what: str) -> tuple[Callable[..., Any], Operator | None]:
         ) from None
 
 
-def _registered(what: str, found: Any, kind: type[Any], new: Mapping[str, Operator]) -> Operator:
+def _registered(
+    what: str, found: Any, kind: type[Any], new: Mapping[str, Operator]
+) -> Operator:
     """The entry that an instance of a DistributedOp has put into the table."""
     if kind.rule is None:
         raise BadInputError(
@@ -344,11 +423,19 @@ def _registered(what: str, found: Any, kind: type[Any], new: Mapping[str, Operat
     from hyper_parallel.core.shard.rule import Rule
 
     rule = Rule(kind.rule) if isinstance(kind.rule, str) else kind.rule
-    names = [found.op_name] if not isinstance(found, type) else [name for name, op in new.items() if op.rule == rule]
+    names = (
+        [found.op_name]
+        if not isinstance(found, type)
+        else [name for name, op in new.items() if op.rule == rule]
+    )
     if not names:
-        raise BadInputError(f"{what}: the file registers it under no name; add {kind.__name__}('name of the operator')")
+        raise BadInputError(
+            f"{what}: the file registers it under no name; add {kind.__name__}('name of the operator')"
+        )
     if len(names) > 1:
-        raise BadInputError(f"{what}: {', '.join(names)} have this same rule; give --check the function of one of them")
+        raise BadInputError(
+            f"{what}: {', '.join(names)} have this same rule; give --check the function of one of them"
+        )
     return new[names[0]]
 
 
@@ -364,12 +451,17 @@ def _loaded(what: str) -> tuple[Any, str]:
 
     file, _, name = what.rpartition(":")
     if not file or not Path(file).is_file() or Path(file).suffix != ".py":
-        raise BadInputError(f"--check: expected FILE.py:NAME of a file that is there, got {what!r}")
+        raise BadInputError(
+            f"--check: expected FILE.py:NAME of a file that is there, got {what!r}"
+        )
     module = import_file(file, Path(file).stem)
     if not hasattr(module, name):
         names = [one for one in vars(module) if not one.startswith("_")]
         near = difflib.get_close_matches(name, names, 3)
-        raise BadInputError(f"--check: {file} has no {name}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        raise BadInputError(
+            f"--check: {file} has no {name}"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
     return module, name
 
 
@@ -383,7 +475,13 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-_SIZES = (5, 4, 3, 6, 7)  # of factors, in the order in which a rule names them; most do not divide by the ranks
+_SIZES = (
+    5,
+    4,
+    3,
+    6,
+    7,
+)  # of factors, in the order in which a rule names them; most do not divide by the ranks
 
 
 def _operands(op: Operator | None, shapes: str | None) -> list[Any]:
@@ -395,16 +493,25 @@ def _operands(op: Operator | None, shapes: str | None) -> list[Any]:
     rule = op.rule if op is not None and isinstance(op.rule, Rule) else None
     if shapes is not None:
         try:
-            wanted = [tuple(int(size) for size in part.split(",") if size) for part in shapes.split()]
+            wanted = [
+                tuple(int(size) for size in part.split(",") if size)
+                for part in shapes.split()
+            ]
         except ValueError:
-            raise BadInputError(f"--shapes: expected shapes like '5,3 5,3', got {shapes!r}") from None
+            raise BadInputError(
+                f"--shapes: expected shapes like '5,3 5,3', got {shapes!r}"
+            ) from None
     elif rule is None:
-        raise BadInputError("--check: nothing says what operands it takes; give --shapes '5,3 5,3'")
+        raise BadInputError(
+            "--check: nothing says what operands it takes; give --shapes '5,3 5,3'"
+        )
     else:
         wanted = [tuple(shape) for shape in _sample_shapes(rule)]
     read = _indices(rule)
     return [
-        rng.integers(0, read[number], shape) if number in read else rng.standard_normal(shape)
+        rng.integers(0, read[number], shape)
+        if number in read
+        else rng.standard_normal(shape)
         for number, shape in enumerate(wanted)
     ]
 
@@ -412,19 +519,37 @@ def _operands(op: Operator | None, shapes: str | None) -> list[Any]:
 def _sample_shapes(rule: Rule) -> Iterator[list[int]]:
     for operand in rule.notation.operands:
         if operand.listed or any(len(dim.factors) != 1 for dim in operand.dims):
-            raise BadInputError(f"--check: no shapes can be guessed for {rule}; give --shapes")
-        yield [size for factor in operand.factors for size in ((4, 5) if factor == "..." else (_size(rule, factor),))]
+            raise BadInputError(
+                f"--check: no shapes can be guessed for {rule}; give --shapes"
+            )
+        yield [
+            size
+            for factor in operand.factors
+            for size in ((4, 5) if factor == "..." else (_size(rule, factor),))
+        ]
 
 
 def _size(rule: Rule, factor: str) -> int:
-    factors = list(dict.fromkeys(one for operand in rule.notation.operands for one in operand.factors))
+    factors = list(
+        dict.fromkeys(
+            one for operand in rule.notation.operands for one in operand.factors
+        )
+    )
     return _SIZES[factors.index(factor) % len(_SIZES)]
 
 
 def _indices(rule: Rule | None) -> dict[int, int]:
     """The operands of a lookup that are indices, with what they must stay below."""
-    read = [name for name, mark in rule.notation.marks.items() if mark == "@"] if rule is not None else []
+    read = (
+        [name for name, mark in rule.notation.marks.items() if mark == "@"]
+        if rule is not None
+        else []
+    )
     if rule is None or not read:
         return {}
-    number = {i for i, operand in enumerate(rule.notation.operands) if read[0] not in operand.factors}
+    number = {
+        i
+        for i, operand in enumerate(rule.notation.operands)
+        if read[0] not in operand.factors
+    }
     return dict.fromkeys(number, _size(rule, read[0]))

@@ -22,7 +22,10 @@ def exchange() -> tuple[str, list[float]]:
     mine = platform.full((2,), float(platform.get_rank() + 1), device=platform.device())
     gathered = platform.all_gather_into_tensor(platform.clone(mine), None)
     total = platform.all_reduce(platform.clone(mine), None)
-    both = [*platform.tensor_to_numpy(gathered).tolist(), *platform.tensor_to_numpy(total).tolist()]
+    both = [
+        *platform.tensor_to_numpy(gathered).tolist(),
+        *platform.tensor_to_numpy(total).tolist(),
+    ]
     return platform.get_backend(), both
 
 
@@ -39,7 +42,9 @@ def main(framework: str) -> None:
     found = run_ranks(exchange, 2, timeout=60.0)
     close_ranks()
     expected = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
-    wrong = {rank: values for rank, (_, values) in enumerate(found) if values != expected}
+    wrong = {
+        rank: values for rank, (_, values) in enumerate(found) if values != expected
+    }
     if wrong:
         raise SystemExit(f"expected {expected} of the two ranks, got {wrong}")
     _tell(backend=found[0][0], seconds=time.monotonic() - start)

@@ -30,22 +30,38 @@ Examples:
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of it, changed.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of it, changed."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this machine; else as many as the mesh has.")
+        int | None,
+        typer.Option(
+            min=1, help="Ranks on this machine; else as many as the mesh has."
+        ),
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="auto|FOLDER", help="Go on: from the newest checkpoint of the run, or of a folder."),
+        typer.Option(
+            metavar="auto|FOLDER",
+            help="Go on: from the newest checkpoint of the run, or of a folder.",
+        ),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Tell errors with all tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Tell errors with all tracebacks.")
+    ] = False,
 ) -> None:
     """Trains a model as a recipe says."""
     raise typer.Exit(run(recipe, overrides or [], nproc, resume, debug=debug))
 
 
-def run(path: Path, overrides: list[str], nproc: int | None, resume: str | None, *, debug: bool = False) -> int:
+def run(
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    resume: str | None,
+    *,
+    debug: bool = False,
+) -> int:
     """What the command does; its exit code."""
     from hyper_parallel.recipe import RecipeError, read_recipe
     from hyper_parallel.recipe.launch import JobError, launch, told

@@ -34,21 +34,39 @@ Examples:
 def verify(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of it, changed.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of it, changed."),
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Axes and their sizes, as dp=2,tp=2; else those of the recipe.")
+        str | None,
+        typer.Option(
+            help="Axes and their sizes, as dp=2,tp=2; else those of the recipe."
+        ),
     ] = None,
-    step: Annotated[int, typer.Option(min=0, help="The step whose batch is taken.")] = 0,
+    step: Annotated[
+        int, typer.Option(min=0, help="The step whose batch is taken.")
+    ] = 0,
     tolerance: Annotated[
-        float | None, typer.Option(help="The allowed difference, in units of the largest element; else by dtype.")
+        float | None,
+        typer.Option(
+            help="The allowed difference, in units of the largest element; else by dtype."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 600.0,
-    table: Annotated[bool, typer.Option("--table", help="List every gradient with its largest difference.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds for all of it.")
+    ] = 600.0,
+    table: Annotated[
+        bool,
+        typer.Option(
+            "--table", help="List every gradient with its largest difference."
+        ),
+    ] = False,
     debug: Debug = False,  # noqa: ARG001 - for the decorator
 ) -> None:
     """Compares one step on a mesh with the same on one process: loss, every gradient; names where they part first."""
-    report = _report(recipe, [*(overrides or []), *_mesh_keys(mesh)], step, tolerance, timeout)
+    report = _report(
+        recipe, [*(overrides or []), *_mesh_keys(mesh)], step, tolerance, timeout
+    )
     from hyper_parallel.platform import get_platform
 
     if get_platform().get_rank() == 0:
@@ -64,20 +82,33 @@ def _mesh_keys(mesh: str | None) -> list[str]:
     """The mesh as keys of a recipe; an axis that is not named has one rank."""
     if mesh is None:
         return []
-    pairs = {name.strip(): size.strip() for name, _, size in (part.partition("=") for part in mesh.split(","))}
-    wrong = [name for name, size in pairs.items() if name not in ("dp", "tp") or not size.isdigit() or int(size) < 1]
+    pairs = {
+        name.strip(): size.strip()
+        for name, _, size in (part.partition("=") for part in mesh.split(","))
+    }
+    wrong = [
+        name
+        for name, size in pairs.items()
+        if name not in ("dp", "tp") or not size.isdigit() or int(size) < 1
+    ]
     if wrong:
-        raise BadInputError(f"--mesh: expected axes dp and tp with their sizes, as dp=2,tp=2, got {mesh!r}")
+        raise BadInputError(
+            f"--mesh: expected axes dp and tp with their sizes, as dp=2,tp=2, got {mesh!r}"
+        )
     return [f"mesh.{name}={pairs.get(name, 1)}" for name in ("dp", "tp")]
 
 
-def _report(path: Path, overrides: list[str], step: int, tolerance: float | None, timeout: float) -> Report:
+def _report(
+    path: Path, overrides: list[str], step: int, tolerance: float | None, timeout: float
+) -> Report:
     from hyper_parallel.recipe import RecipeError, read_recipe
 
     try:
         recipe = read_recipe(path, overrides)
         if recipe.ranks == 1:
-            raise BadInputError(f"{path}: the mesh has one rank; say how many, as --mesh dp=2,tp=2")
+            raise BadInputError(
+                f"{path}: the mesh has one rank; say how many, as --mesh dp=2,tp=2"
+            )
         os.environ["HYPER_PARALLEL_PLATFORM"] = recipe.framework
         from hyper_parallel.testing import RankError
         from hyper_parallel.verification.api import joined, on_new_ranks
@@ -85,14 +116,20 @@ def _report(path: Path, overrides: list[str], step: int, tolerance: float | None
         axes = dict(zip(("dp", "tp"), recipe.mesh_shape, strict=True))
         arguments = (str(path.resolve()), overrides, step, tolerance)
         try:
-            return on_rank(axes, arguments) if joined(recipe.ranks) else on_new_ranks(on_rank, axes, arguments, timeout)
+            return (
+                on_rank(axes, arguments)
+                if joined(recipe.ranks)
+                else on_new_ranks(on_rank, axes, arguments, timeout)
+            )
         except RankError as error:
             raise error.__cause__ or error from None
     except RecipeError as error:
         raise BadInputError(str(error), code=None) from error
 
 
-def on_rank(axes: dict[str, int], arguments: tuple[str, list[str], int, float | None]) -> Any:
+def on_rank(
+    axes: dict[str, int], arguments: tuple[str, list[str], int, float | None]
+) -> Any:
     """The report of one rank."""
     path, overrides, step, tolerance = arguments
     from hyper_parallel.recipe import read_recipe

@@ -21,7 +21,9 @@ class Call:
     facts: tuple[Any, ...] = ()
     sends: tuple[int, ...] | None = None
     receives: tuple[int, ...] | None = None
-    line: str = field(default="", compare=False)  # of the user's code, where that is asked for
+    line: str = field(
+        default="", compare=False
+    )  # of the user's code, where that is asked for
 
     @classmethod
     def on(cls, name: str, data: Any, *facts: Any) -> Call:
@@ -29,7 +31,11 @@ class Call:
         return cls(name, (*facts, dtype_name(data), tuple(data.shape)))
 
     def __str__(self) -> str:
-        splits = f", sends {list(self.sends)}, receives {list(self.receives or ())}" if self.sends is not None else ""
+        splits = (
+            f", sends {list(self.sends)}, receives {list(self.receives or ())}"
+            if self.sends is not None
+            else ""
+        )
         return f"{self.name}({', '.join(map(str, self.facts))}{splits})"
 
 
@@ -41,13 +47,17 @@ def dtype_name(data: Any) -> str:
 def check_agreement(calls: Sequence[Call], ranks: Sequence[int], name: str) -> None:
     """A ValueError if the calls of these ranks, one of which is called ``name``, do not fit together."""
     if not agree(calls):
-        told = "; ".join(f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True))
+        told = "; ".join(
+            f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True)
+        )
         raise ValueError(coded("HP117", f"{name}: the ranks do not agree: {told}"))
 
 
 def agree(calls: Sequence[Call]) -> bool:
     """Whether the calls of the ranks of a group fit together."""
-    return len({(c.name, c.facts, c.sends is None) for c in calls}) == 1 and _splits_fit(calls)
+    return len(
+        {(c.name, c.facts, c.sends is None) for c in calls}
+    ) == 1 and _splits_fit(calls)
 
 
 def _splits_fit(calls: Sequence[Call]) -> bool:

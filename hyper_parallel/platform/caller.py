@@ -15,7 +15,10 @@ _FRAMEWORKS = ("torch", "mindspore")
 def _is_users(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").split(".")[0]
     # What is frozen is Python's own, such as that which runs a module as a program.
-    return not frame.f_code.co_filename.startswith((_OURS, "<frozen ")) and package not in _FRAMEWORKS
+    return (
+        not frame.f_code.co_filename.startswith((_OURS, "<frozen "))
+        and package not in _FRAMEWORKS
+    )
 
 
 def _users_frame() -> tuple[FrameType | None, int]:
@@ -30,7 +33,11 @@ def _users_frame() -> tuple[FrameType | None, int]:
 def users_line() -> str:
     """file:line of the user's code; nothing where there is none, as in a thread of the framework."""
     frame, _ = _users_frame()
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+    return (
+        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if frame is not None
+        else ""
+    )
 
 
 def raising_line(error: BaseException) -> str:

@@ -43,7 +43,10 @@ def check_dim(call: str, name: str, data: Any, dim: Any) -> int:
     """The dim counted from the front; a ValueError if the tensor has no such dim."""
     if not isinstance(dim, int) or not -data.ndim <= dim < data.ndim:
         raise ValueError(
-            coded("HP123", f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}")
+            coded(
+                "HP123",
+                f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}",
+            )
         )
     return int(dim % data.ndim)
 
@@ -51,10 +54,17 @@ def check_dim(call: str, name: str, data: Any, dim: Any) -> int:
 def check_count(call: str, name: str, count: Any, group: Any) -> None:
     """A ValueError if the count is not the number of ranks of the group."""
     if count != group.size():
-        raise ValueError(coded("HP123", f"{call}: {name} must be the group's size, {group.size()}, got {count!r}"))
+        raise ValueError(
+            coded(
+                "HP123",
+                f"{call}: {name} must be the group's size, {group.size()}, got {count!r}",
+            )
+        )
 
 
-def check_sizes(call: str, data: Any, dim: int, sizes: Sequence[int] | None, group: Any) -> list[int]:
+def check_sizes(
+    call: str, data: Any, dim: int, sizes: Sequence[int] | None, group: Any
+) -> list[int]:
     """Every rank's size along a dim, the same where none are given; a ValueError if they do not fit."""
     here, count = data.shape[dim], group.size()
     found = [here] * count if sizes is None else list(sizes)
@@ -70,29 +80,53 @@ def check_sizes(call: str, data: Any, dim: int, sizes: Sequence[int] | None, gro
 
 
 def check_all_to_all(
-    call: str, x: Any, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, size: int
+    call: str,
+    x: Any,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    size: int,
 ) -> tuple[list[int], list[int]]:
     """(input splits, output splits) of dim 0, equal ones where none are given; a ValueError if they do not fit."""
     if x.ndim == 0:
-        raise ValueError(coded("HP123", f"{call}: expected a tensor with at least one dim, got a scalar"))
+        raise ValueError(
+            coded(
+                "HP123",
+                f"{call}: expected a tensor with at least one dim, got a scalar",
+            )
+        )
     if (input_splits is None or output_splits is None) and x.shape[0] % size:
         raise ValueError(
-            coded("HP123", f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks")
+            coded(
+                "HP123",
+                f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks",
+            )
         )
     inputs = _check_splits(call, "input_splits", input_splits, size, x.shape[0])
     rows = None if output_splits is not None else x.shape[0]
     return inputs, _check_splits(call, "output_splits", output_splits, size, rows)
 
 
-def _check_splits(call: str, name: str, splits: Sequence[int] | None, size: int, total: int | None) -> list[int]:
+def _check_splits(
+    call: str, name: str, splits: Sequence[int] | None, size: int, total: int | None
+) -> list[int]:
     if splits is None:
         assert total is not None
         return [total // size] * size
     found = [int(s) for s in splits]
     if len(found) != size or min(found) < 0:
-        raise ValueError(coded("HP123", f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}"))
+        raise ValueError(
+            coded(
+                "HP123",
+                f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}",
+            )
+        )
     if total is not None and sum(found) != total:
-        raise ValueError(coded("HP123", f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}"))
+        raise ValueError(
+            coded(
+                "HP123",
+                f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}",
+            )
+        )
     return found
 
 
@@ -101,9 +135,17 @@ def check_transposed(
 ) -> tuple[int, int]:
     """(concat_dim, split_dim) from the front; a ValueError if they or the number of ranks do not fit."""
     check_count(call, "world_size", world_size, group)
-    concat, split = check_dim(call, "concat_dim", x, concat_dim), check_dim(call, "split_dim", x, split_dim)
+    concat, split = (
+        check_dim(call, "concat_dim", x, concat_dim),
+        check_dim(call, "split_dim", x, split_dim),
+    )
     if concat == split:
-        raise ValueError(coded("HP123", f"{call}: concat_dim and split_dim are both {concat}; they must differ"))
+        raise ValueError(
+            coded(
+                "HP123",
+                f"{call}: concat_dim and split_dim are both {concat}; they must differ",
+            )
+        )
     return concat, split
 
 
@@ -111,7 +153,10 @@ def check_split(call: str, x: Any, split: int, world_size: int) -> None:
     """A ValueError if a dim cannot be cut into equal pieces."""
     if x.shape[split] % world_size:
         raise ValueError(
-            coded("HP123", f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks")
+            coded(
+                "HP123",
+                f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks",
+            )
         )
 
 

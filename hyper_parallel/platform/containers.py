@@ -20,8 +20,13 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         values = {key: tree_map(fn, value) for key, value in tree.items()}
         if type(tree) is dict:
             return values
-        twin = copy.copy(tree)  # keeps what a subclass carries, such as defaultdict's factory
-        for key, value in values.items():  # not update(), which outputs of transformers refuse
+        twin = copy.copy(
+            tree
+        )  # keeps what a subclass carries, such as defaultdict's factory
+        for (
+            key,
+            value,
+        ) in values.items():  # not update(), which outputs of transformers refuse
             twin[key] = value
         return twin
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -32,7 +37,9 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         twin = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # object.__setattr__: frozen dataclasses are values too.
-            object.__setattr__(twin, field.name, tree_map(fn, getattr(tree, field.name)))
+            object.__setattr__(
+                twin, field.name, tree_map(fn, getattr(tree, field.name))
+            )
         return twin
     return fn(tree)
 

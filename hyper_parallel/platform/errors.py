@@ -56,7 +56,11 @@ def unfinished(
     ``number``: the how-manieth collective of the group it was, from 1; 0 where that is not counted. ``axis``: what the
     mesh calls the group.
     """
-    name = f"group {group!r} of ranks {list(ranks)}" if group is not None else f"ranks {list(ranks)}"
+    name = (
+        f"group {group!r} of ranks {list(ranks)}"
+        if group is not None
+        else f"ranks {list(ranks)}"
+    )
     others = {r: note for r, note in elsewhere.items() if note != collective}
     if missing is None:
         code = "HP112"
@@ -65,10 +69,19 @@ def unfinished(
         code, what = "HP111", f"ranks that never came: {list(missing)}"
     elif others:
         code = "HP113"
-        what = "the ranks called different collectives: " + ", ".join(f"rank {r} {n}" for r, n in others.items())
+        what = "the ranks called different collectives: " + ", ".join(
+            f"rank {r} {n}" for r, n in others.items()
+        )
     else:
-        code, what = "HP114", "every rank came, but not all in time, or with data that does not fit together"
-    said = f" The backend said: {(str(error).splitlines() or [type(error).__name__])[0]}" if error is not None else ""
+        code, what = (
+            "HP114",
+            "every rank came, but not all in time, or with data that does not fit together",
+        )
+    said = (
+        f" The backend said: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        if error is not None
+        else ""
+    )
     return CommunicationError(
         coded(
             code,
@@ -100,4 +113,8 @@ def _place(number: int, axis: str) -> str:
     """Which collective it was: of which axis of the mesh, and how many were before it."""
     if not number:
         return f"it is on axis {axis!r}; " if axis else ""
-    return f"it is collective {number} of axis {axis!r}; " if axis else f"it is collective {number} of this group; "
+    return (
+        f"it is collective {number} of axis {axis!r}; "
+        if axis
+        else f"it is collective {number} of this group; "
+    )

@@ -33,7 +33,12 @@ class MicroBatch:
         kwargs_batch_dim: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(coded("HP130", f"micro_batch: micro_batch_num must be a positive int, got {count!r}"))
+            raise ValueError(
+                coded(
+                    "HP130",
+                    f"micro_batch: micro_batch_num must be a positive int, got {count!r}",
+                )
+            )
         self.platform = platform
         self.count = count
         self.args_batch_dim = args_batch_dim
@@ -47,19 +52,32 @@ class MicroBatch:
         if dims is not None and len(dims) != len(args):
             raise ValueError(
                 coded(
-                    "HP130", f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments"
+                    "HP130",
+                    f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments",
                 )
             )
         unknown = sorted(set(self.kwargs_batch_dim) - set(kwargs))
         if unknown:
             raise ValueError(
-                coded("HP130", f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}")
+                coded(
+                    "HP130",
+                    f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}",
+                )
             )
-        split_args = [self._split(f"args[{i}]", arg, dims[i] if dims else None) for i, arg in enumerate(args)]
-        split_kwargs = {name: self._split(name, arg, self.kwargs_batch_dim.get(name)) for name, arg in kwargs.items()}
+        split_args = [
+            self._split(f"args[{i}]", arg, dims[i] if dims else None)
+            for i, arg in enumerate(args)
+        ]
+        split_kwargs = {
+            name: self._split(name, arg, self.kwargs_batch_dim.get(name))
+            for name, arg in kwargs.items()
+        }
         return (
             [[pieces[i] for pieces in split_args] for i in range(self.count)],
-            [{name: pieces[i] for name, pieces in split_kwargs.items()} for i in range(self.count)],
+            [
+                {name: pieces[i] for name, pieces in split_kwargs.items()}
+                for i in range(self.count)
+            ],
         )
 
     def _split(self, name: str, arg: Any, dim: Any) -> list[Any]:

@@ -26,7 +26,9 @@ ALL = 1 << 62
 FIRST = 100
 
 
-def first_compared(asked: str | None, default: int = 0, variable: str = HYPER_PARALLEL_CHECK_ORDER) -> int:
+def first_compared(
+    asked: str | None, default: int = 0, variable: str = HYPER_PARALLEL_CHECK_ORDER
+) -> int:
     """How many of each kind are compared, as a variable of the environment asks."""
     if asked is None:
         return default
@@ -36,14 +38,24 @@ def first_compared(asked: str | None, default: int = 0, variable: str = HYPER_PA
         return ALL
     word, _, count = asked.partition(":")
     if word != "first" or not count.isdecimal():
-        raise ValueError(coded("HP116", f"{variable} must be 0, 1 or first:N as in first:100, got {asked!r}"))
+        raise ValueError(
+            coded(
+                "HP116",
+                f"{variable} must be 0, 1 or first:N as in first:100, got {asked!r}",
+            )
+        )
     return int(count)
 
 
-def parted(rank: int, number: int, ranks: Sequence[int], issued: Mapping[int, str]) -> CommunicationError:
+def parted(
+    rank: int, number: int, ranks: Sequence[int], issued: Mapping[int, str]
+) -> CommunicationError:
     """The error of a rank whose group parts at its collective of that number; ``issued``: what is known of each."""
     axis = axis_of(ranks)
-    told = "; ".join(f"rank {r} {f'issued {issued[r]}' if r in issued else 'has not said'}" for r in ranks)
+    told = "; ".join(
+        f"rank {r} {f'issued {issued[r]}' if r in issued else 'has not said'}"
+        for r in ranks
+    )
     return CommunicationError(
         coded(
             "HP115",
@@ -67,7 +79,9 @@ def _remedy(issued: Mapping[int, str]) -> str:
     return "look for a branch that not all ranks take"
 
 
-def in_a_circle(rank: int, circle: Sequence[tuple[int, Mapping[str, Any]]]) -> CommunicationError:
+def in_a_circle(
+    rank: int, circle: Sequence[tuple[int, Mapping[str, Any]]]
+) -> CommunicationError:
     """The error of ranks that wait for each other; of each: number, what was ``issued``, the group's ranks and axis."""
     told = "; ".join(
         f"rank {r} waits in collective {one['number']} of {_place(one['ranks'], one['axis'])}, {one['issued']}"

@@ -15,7 +15,14 @@ import enum
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +31,11 @@ from hyper_parallel.platform import containers
 from hyper_parallel.platform.axes import forget_axes
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.micro_batch import MicroBatch
-from hyper_parallel.platform.order import ALL, HYPER_PARALLEL_CHECK_ORDER, first_compared
+from hyper_parallel.platform.order import (
+    ALL,
+    HYPER_PARALLEL_CHECK_ORDER,
+    first_compared,
+)
 from hyper_parallel.platform.transform import TensorTransform
 
 HYPER_PARALLEL_PLATFORM = "HYPER_PARALLEL_PLATFORM"
@@ -119,10 +130,15 @@ class Platform(ABC):
     PipelineStageBase: type[Any]
     platform_type: PlatformType
     tensor_dtype: Any
-    _compared_by_default = 0  # how many collectives of each group, where the backend does not do it itself
+    _compared_by_default = (
+        0  # how many collectives of each group, where the backend does not do it itself
+    )
 
     def __init__(self) -> None:
-        self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in ("", "0")
+        self._checks_collectives = os.environ.get(HYPER_PARALLEL_CHECK, "0") not in (
+            "",
+            "0",
+        )
         asked = os.environ.get(HYPER_PARALLEL_CHECK_ORDER)
         self._compared_first = first_compared(asked, self._compared_by_default)
         self._seeks_circles = asked is not None
@@ -207,8 +223,14 @@ class Platform(ABC):
 
     def mark_created_groups(self, process_group: Any) -> None:
         """Registers a group, or several in a list, that the user made, so that no second one is made of its ranks."""
-        for group in process_group if isinstance(process_group, (list, tuple)) else [process_group]:
-            EXISTING_COMM_GROUPS[_group_key(self.get_process_group_ranks(group))] = group
+        for group in (
+            process_group
+            if isinstance(process_group, (list, tuple))
+            else [process_group]
+        ):
+            EXISTING_COMM_GROUPS[_group_key(self.get_process_group_ranks(group))] = (
+                group
+            )
 
     @abstractmethod
     def _new_group(self, ranks: Sequence[int], **options: Any) -> Any:
@@ -224,14 +246,30 @@ class Platform(ABC):
         size = self.get_world_size()
         wrong = [r for r in found if not isinstance(r, int) or not 0 <= r < size]
         if not found or wrong or len(set(found)) != len(found):
-            why = f"{wrong} out of range" if wrong else "a rank appears twice" if found else "no ranks"
+            why = (
+                f"{wrong} out of range"
+                if wrong
+                else "a rank appears twice"
+                if found
+                else "no ranks"
+            )
             raise ValueError(
-                coded("HP105", f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}")
+                coded(
+                    "HP105",
+                    f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}",
+                )
             )
         return sorted(found)
 
     @abstractmethod
-    def new_store(self, port: int = 0, *, is_master: bool, host: str = "127.0.0.1", timeout: float = 60.0) -> Any:
+    def new_store(
+        self,
+        port: int = 0,
+        *,
+        is_master: bool,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> Any:
         """A key-value store over TCP for init_process_group(store=...); the master's ``port`` 0 means any free one."""
 
     @abstractmethod
@@ -252,24 +290,36 @@ class Platform(ABC):
     # --- communication
 
     @abstractmethod
-    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    def barrier(
+        self, group: Any = None, async_op: bool = False, device_ids: Any = None
+    ) -> Any:
         """Returns when every rank of the group has called it; with ``async_op`` returns a handle."""
 
     @abstractmethod
-    def all_reduce(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def all_reduce(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         """Reduces ``data`` over the group in place on every rank and returns it."""
 
     @abstractmethod
-    def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False
+    ) -> Any:
         """Returns every rank's ``data``, of equal shapes, joined along dim 0 in rank order."""
 
     @abstractmethod
-    def reduce_scatter_tensor(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def reduce_scatter_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         """Reduces ``data`` over the group and returns this rank's piece of equal pieces along dim 0."""
 
     @abstractmethod
     def all_to_all_single(
-        self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
+        self,
+        input_tensor: Any,
+        output_shape: Sequence[int],
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         """Sends piece i of dim 0 to rank i and joins what comes; returns (output, work), work None when synchronous."""
 
@@ -278,11 +328,15 @@ class Platform(ABC):
         """Overwrites ``data`` on every rank with that of global rank ``src`` and returns it."""
 
     @abstractmethod
-    def isend(self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def isend(
+        self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         """Starts sending ``tensor`` to global rank ``dst``; returns a handle."""
 
     @abstractmethod
-    def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def irecv(
+        self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         """Starts receiving into ``tensor`` from global rank ``src`` (any rank if None); returns a handle."""
 
     @abstractmethod
@@ -290,15 +344,21 @@ class Platform(ABC):
         """Sends ``tensor`` to a peer and returns the peer's, of the same shape; backward exchanges the gradients."""
 
     @abstractmethod
-    def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+    def send_object_list(
+        self, obj_list: list[Any], dst: int | None = None, group: Any = None
+    ) -> None:
         """Sends picklable objects to global rank ``dst``."""
 
     @abstractmethod
-    def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
+    def recv_object_list(
+        self, obj_list: list[Any], src: int | None = None, group: Any = None
+    ) -> int:
         """Fills ``obj_list`` with the objects that global rank ``src`` sent; returns the sender's rank."""
 
     @abstractmethod
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: Any = None
+    ) -> None:
         """Fills ``object_list``, one slot a rank, with every rank's ``obj``."""
 
     @abstractmethod
@@ -334,7 +394,9 @@ class Platform(ABC):
             self._compared_first, self._seeks_circles = before
 
     @contextmanager
-    def listen_to_collectives(self, listener: Callable[[Traffic], None]) -> Iterator[None]:
+    def listen_to_collectives(
+        self, listener: Callable[[Traffic], None]
+    ) -> Iterator[None]:
         """A context in which ``listener`` is told of every collective that this rank starts, on any thread."""
         self._listeners.append(listener)
         try:
@@ -349,12 +411,19 @@ class Platform(ABC):
         """Reduces over the group; backward is the adjoint (max and min send the gradient to the elements that won)."""
 
     @abstractmethod
-    def reduction_gradient(self, op: str, grad: Any, data: Any, result: Any, group: Any) -> Any:
+    def reduction_gradient(
+        self, op: str, grad: Any, data: Any, result: Any, group: Any
+    ) -> Any:
         """The gradient of this rank's ``data``, given that of the reduction's ``result`` over the group."""
 
     @abstractmethod
     def differentiable_all_gather_concat(
-        self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
+        self,
+        data: Any,
+        group: Any,
+        concat_size: int,
+        concat_dim: int,
+        sizes: Sequence[int] | None = None,
     ) -> Any:
         """Joins every rank's ``data`` along ``concat_dim``; backward is a reduce-scatter.
 
@@ -362,11 +431,15 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
+    def differentiable_reduce_scatter(
+        self, data: Any, dev_num: int, axis: int, op: str, group: Any
+    ) -> Any:
         """Reduces over the group and keeps this rank's piece of ``axis``, as torch.chunk cuts; backward gathers."""
 
     @abstractmethod
-    def differentiable_all_to_all(self, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
+    def differentiable_all_to_all(
+        self, input_data: Any, output_shape: Sequence[int], group: Any
+    ) -> Any:
         """Exchanges equal pieces of dim 0; backward is the reverse exchange."""
 
     @abstractmethod
@@ -427,7 +500,9 @@ class Platform(ABC):
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
         """The identity; forward and backward each meet the other thread at the coordinator, in that hook's role."""
 
-    def set_grad_reduce_handle(self, handle: Any, post_process: Callable[[], Any] | None = None) -> None:
+    def set_grad_reduce_handle(
+        self, handle: Any, post_process: Callable[[], Any] | None = None
+    ) -> None:
         """Finishes the gradient reduction set before this one, then keeps ``handle`` as the pending one."""
         self.wait_grad_handle()
         self._grad_reduction = (handle, post_process)
@@ -482,7 +557,9 @@ class Platform(ABC):
         """The tensors joined along ``dim``."""
 
     @abstractmethod
-    def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
+    def construct_strided_slice(
+        self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]
+    ) -> Any:
         """``x[begin:end:stride]`` for every dim at once, strides of any sign."""
 
     @abstractmethod
@@ -534,7 +611,14 @@ class Platform(ABC):
         """The framework's shape type for a list of ints."""
 
     @abstractmethod
-    def arange(self, start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Any:
+    def arange(
+        self,
+        start: Any,
+        end: Any = None,
+        step: Any = 1,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> Any:
         """Numbers from ``start`` (0 if ``end`` is None) to ``end`` by ``step``."""
 
     @abstractmethod
@@ -550,7 +634,9 @@ class Platform(ABC):
         """A tensor whose elements are not set."""
 
     @abstractmethod
-    def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+    def full(
+        self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None
+    ) -> Any:
         """A tensor of one value."""
 
     @abstractmethod
@@ -566,7 +652,14 @@ class Platform(ABC):
         """A tensor of one value, with the shape and device of ``tensor``."""
 
     @abstractmethod
-    def empty_like(self, tensor: Any, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Any:
+    def empty_like(
+        self,
+        tensor: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        pin_memory: bool = False,
+    ) -> Any:
         """An unset tensor of the shape of ``tensor``; pinned host memory where there is an accelerator."""
 
     @abstractmethod
@@ -574,7 +667,9 @@ class Platform(ABC):
         """An unset tensor of this shape, dtype and device."""
 
     @abstractmethod
-    def new_zero_parameter(self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any) -> Any:
+    def new_zero_parameter(
+        self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any
+    ) -> Any:
         """A parameter of zeros."""
 
     @abstractmethod
@@ -621,16 +716,26 @@ class Platform(ABC):
         """A context in which what is computed is recorded for backward, or is not."""
 
     @abstractmethod
-    def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    def gradients(
+        self, function: Callable[..., Any], inputs: Sequence[Any]
+    ) -> list[Any]:
         """The gradients of a function with one number as its result, for tensors that are its arguments."""
 
-    def second_gradients(self, function: Callable[..., Any], inputs: Sequence[Any], directions: Sequence[Any]) -> Any:
+    def second_gradients(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        directions: Sequence[Any],
+    ) -> Any:
         """The gradients of the products of a function's gradients with these directions; None where there are none.
 
         ``directions``: a tensor for each input by which the function is differentiated first, None for the others.
         """
         raise NotImplementedError(
-            coded("HP142", f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones")
+            coded(
+                "HP142",
+                f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones",
+            )
         )
 
     @abstractmethod
@@ -639,7 +744,10 @@ class Platform(ABC):
 
     @abstractmethod
     def call_where_empty(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Calls a function on plain tensors, some of which have no elements on some rank, with the right result."""
 
@@ -671,9 +779,16 @@ class Platform(ABC):
     def is_dense(self, tensor: Any) -> bool:
         """Whether a tensor has a place in memory for each of its elements, as a sparse one has not."""
 
-    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:  # noqa: ARG002
+    def can_view(
+        self,
+        shape: Sequence[int],  # noqa: ARG002
+        strides: Sequence[int],  # noqa: ARG002
+        new_shape: Sequence[int],  # noqa: ARG002
+    ) -> bool:
         """Whether a tensor of this shape and these strides has a view of the new shape; asked if ``counts_changes``."""
-        raise AssertionError(f"{self.platform_type.value} does not tell views from copies")
+        raise AssertionError(
+            f"{self.platform_type.value} does not tell views from copies"
+        )
 
     @abstractmethod
     def is_meta(self, tensor: Any) -> bool:
@@ -705,7 +820,9 @@ class Platform(ABC):
 
     def apply_to_tensors(self, fn: Callable[[Any], Any], container: Any) -> Any:
         """The same nested container with ``fn(tensor)`` at every tensor and all else as it is."""
-        return containers.tree_map(lambda leaf: fn(leaf) if self.is_tensor(leaf) else leaf, container)
+        return containers.tree_map(
+            lambda leaf: fn(leaf) if self.is_tensor(leaf) else leaf, container
+        )
 
     def get_tensor_transform(self) -> TensorTransform:
         """The steps of a redistribution as functions of a local tensor, each with its backward."""
@@ -764,11 +881,15 @@ class Platform(ABC):
         """Every parameter by its dotted name."""
 
     @abstractmethod
-    def search_parameter_by_name(self, cell: Any, param_name: str) -> tuple[Any, str, Any] | None:
+    def search_parameter_by_name(
+        self, cell: Any, param_name: str
+    ) -> tuple[Any, str, Any] | None:
         """(owner, name in the owner, parameter) for a dotted name, or None; a leading "self." is ignored."""
 
     @abstractmethod
-    def update_parameter_by_name(self, cell: Any, result: tuple[Any, str, Any], new_param: Any) -> None:
+    def update_parameter_by_name(
+        self, cell: Any, result: tuple[Any, str, Any], new_param: Any
+    ) -> None:
         """Puts ``new_param`` in the place that ``search_parameter_by_name`` found."""
 
     @abstractmethod
@@ -817,13 +938,21 @@ class Platform(ABC):
 
     @abstractmethod
     def register_forward_pre_hook(
-        self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
+        self,
+        module: Any,
+        hook: Callable[..., Any],
+        prepend: bool = False,
+        with_kwargs: bool = False,
     ) -> Any:
         """Calls ``hook`` before the module's forward; returns a handle with remove()."""
 
     @abstractmethod
     def register_forward_hook(
-        self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False, always_call: bool = False
+        self,
+        module: Any,
+        hook: Callable[..., Any],
+        with_kwargs: bool = False,
+        always_call: bool = False,
     ) -> Any:
         """Calls ``hook(module, args[, kwargs], output)`` after forward; what it returns replaces the output.
 
@@ -839,27 +968,39 @@ class Platform(ABC):
         """Puts another tensor in the place of one that a module has itself; a parameter stays a parameter."""
 
     @abstractmethod
-    def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+    def register_full_backward_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
         """Calls ``hook(module, grad_input, grad_output)`` after the backward; returns a handle with remove()."""
 
     @abstractmethod
-    def register_full_backward_pre_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+    def register_full_backward_pre_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
         """Calls ``hook(module, grad_output)`` before the module's backward; returns a handle with remove()."""
 
     @abstractmethod
-    def get_model_state_dict(self, model: Any, *, options: Any = None) -> dict[str, Any]:
+    def get_model_state_dict(
+        self, model: Any, *, options: Any = None
+    ) -> dict[str, Any]:
         """The model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
 
     @abstractmethod
-    def optimizer_parts(self, optimizer: Any) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
+    def optimizer_parts(
+        self, optimizer: Any
+    ) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
         """(groups, each with its "params" and options; state of each parameter), as the optimizer itself has them."""
 
     @abstractmethod
-    def save_checkpoint(self, cell: Any, file_path: Any, ckpt_format: str = "safetensors") -> None:
+    def save_checkpoint(
+        self, cell: Any, file_path: Any, ckpt_format: str = "safetensors"
+    ) -> None:
         """Writes a module or a dict of tensors to one file, whole or not at all."""
 
     @abstractmethod
-    def load_checkpoint(self, file_path: Any, ckpt_format: str = "safetensors") -> dict[str, Any]:
+    def load_checkpoint(
+        self, file_path: Any, ckpt_format: str = "safetensors"
+    ) -> dict[str, Any]:
         """The tensors of a file by name; nothing is unpickled."""
 
     @abstractmethod
@@ -889,7 +1030,9 @@ class Platform(ABC):
         """Puts a module's tensors on this process's device, in the dtype of that name, and returns it."""
 
     @abstractmethod
-    def new_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def new_optimizer(
+        self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Any:
         """An optimizer, "adamw", "adam" or "sgd", of groups of parameters, with torch's names for its options."""
 
     @abstractmethod
@@ -898,7 +1041,11 @@ class Platform(ABC):
 
     @abstractmethod
     def training_step(
-        self, module: Any, optimizer: Any, loss_of: Callable[[], Any], max_norm: float | None
+        self,
+        module: Any,
+        optimizer: Any,
+        loss_of: Callable[[], Any],
+        max_norm: float | None,
     ) -> tuple[float, float]:
         """Changes a module by the gradients of a loss, clipped to ``max_norm``; (loss, norm of the gradients)."""
 
@@ -908,7 +1055,9 @@ class Platform(ABC):
             return self._device_memory()
         import resource  # not everywhere
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
 
     @abstractmethod
     def _device_memory(self) -> int:
@@ -928,12 +1077,17 @@ class Platform(ABC):
 
     @abstractmethod
     def ckpt_wrapper(
-        self, module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
+        self,
+        module: Any,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **checkpoint_fn_kwargs: Any,
     ) -> Any:
         """A module that runs ``module`` under recompute, with the same state_dict keys."""
 
     @abstractmethod
-    def swap_wrapper(self, module: Any, policy_fn: Callable[[Any], bool] | None = None) -> Any:
+    def swap_wrapper(
+        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+    ) -> Any:
         """A module whose saved activations live in host memory between forward and backward, with the same keys."""
 
     @abstractmethod
@@ -943,7 +1097,9 @@ class Platform(ABC):
         """The contexts of a recompute that decides by operator: a policy function, or a list of operators to save."""
 
     @abstractmethod
-    def async_save_on_cpu(self, policy_fn: Callable[[Any], bool] | None = None) -> AbstractContextManager[Any]:
+    def async_save_on_cpu(
+        self, policy_fn: Callable[[Any], bool] | None = None
+    ) -> AbstractContextManager[Any]:
         """A context that moves saved tensors to host memory and brings them back, ahead of use, in backward."""
 
     # --- streams, memory, profiling, initialisation
@@ -978,7 +1134,9 @@ class Platform(ABC):
         """The framework's device without storage."""
 
     @abstractmethod
-    def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[Any]:
+    def init_on_device(
+        self, device: Any, include_buffers: bool = False
+    ) -> AbstractContextManager[Any]:
         """A context in which new parameters, and buffers if asked, land on ``device``."""
 
     # --- the framework's own distributed tensors
@@ -1022,7 +1180,10 @@ def get_torch_platform() -> Platform:
         from hyper_parallel.platform.torch import TorchPlatform
     except ModuleNotFoundError as error:
         raise ImportError(
-            coded("HP101", f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'")
+            coded(
+                "HP101",
+                f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'",
+            )
         ) from error
     return TorchPlatform()
 
@@ -1032,7 +1193,9 @@ def get_mindspore_platform() -> Platform:
     try:
         from hyper_parallel.platform.mindspore import MindSporePlatform
     except ModuleNotFoundError as error:
-        raise ImportError(coded("HP101", f"the MindSpore platform cannot be had here ({error})")) from error
+        raise ImportError(
+            coded("HP101", f"the MindSpore platform cannot be had here ({error})")
+        ) from error
     chosen: Platform = MindSporePlatform()
     return chosen
 
@@ -1045,7 +1208,12 @@ def _choose() -> Callable[[], Platform]:
     named = os.environ.get(HYPER_PARALLEL_PLATFORM)
     if named is not None:
         if named.lower() not in makers:
-            raise ValueError(coded("HP102", f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}"))
+            raise ValueError(
+                coded(
+                    "HP102",
+                    f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}",
+                )
+            )
         return makers[named.lower()]
     imported = [name for name in makers if name in sys.modules]
     if len(imported) == 1:

@@ -29,13 +29,21 @@ class SharedFile:
     """Memory with a name by which other processes of this host can map it, until ``unlink``."""
 
     def __init__(self, nbytes: int) -> None:
-        directory = SHARED_DIRECTORY if SHARED_DIRECTORY.is_dir() else Path(tempfile.gettempdir())
+        directory = (
+            SHARED_DIRECTORY
+            if SHARED_DIRECTORY.is_dir()
+            else Path(tempfile.gettempdir())
+        )
         self.nbytes = nbytes
         self._length = max(nbytes, 1)  # nothing cannot be mapped
-        self._descriptor, name = tempfile.mkstemp(prefix=f"hyper_parallel_{os.getpid()}_", dir=directory)
+        self._descriptor, name = tempfile.mkstemp(
+            prefix=f"hyper_parallel_{os.getpid()}_", dir=directory
+        )
         self._path: Path | None = Path(name)
         self._mapped: Callable[[], mmap.mmap | None] = lambda: None
-        end = weakref.finalize(self, _end_file, self._descriptor, self._path)  # at exit too
+        end = weakref.finalize(
+            self, _end_file, self._descriptor, self._path
+        )  # at exit too
         try:
             os.truncate(self._descriptor, self._length)
             if hasattr(os, "posix_fallocate"):
@@ -86,41 +94,66 @@ def pad_size(world_size: int) -> int:
     return COUNTERS * world_size * CHANNELS * 8
 
 
-def make_offer(what: str, file: SharedFile | None, world_size: int) -> tuple[Offer, SharedFile | None]:
+def make_offer(
+    what: str, file: SharedFile | None, world_size: int
+) -> tuple[Offer, SharedFile | None]:
     """(what this rank tells the others, its pad); ``what``: the shape and the dtype of its tensor in words."""
     if file is None:
         problem = ValueError(
-            coded("HP137", "the tensor is not in memory that can be shared; make it with handler.empty(...)")
+            coded(
+                "HP137",
+                "the tensor is not in memory that can be shared; make it with handler.empty(...)",
+            )
         )
         return Offer("", "", 0, "", "", problem), None
     try:
         pad = SharedFile(pad_size(world_size))
     except RuntimeError as error:
         return Offer("", "", 0, "", "", error), None
-    return Offer(_host(), f"{what} in {file.nbytes} bytes", file.nbytes, file.address(), pad.address()), pad
+    return Offer(
+        _host(),
+        f"{what} in {file.nbytes} bytes",
+        file.nbytes,
+        file.address(),
+        pad.address(),
+    ), pad
 
 
 def check_offers(offers: list[Offer], ranks: list[int]) -> None:
     """Every rank sees the same offers, so that either none raises or all do."""
     call = "symmetric memory: rendezvous"
-    problems = [(rank, offer.problem) for rank, offer in zip(ranks, offers, strict=True) if offer.problem is not None]
+    problems = [
+        (rank, offer.problem)
+        for rank, offer in zip(ranks, offers, strict=True)
+        if offer.problem is not None
+    ]
     if problems:
         names = ", ".join(str(rank) for rank, _ in problems)
-        raise type(problems[0][1])(f"{call}: on rank {names} of ranks {ranks}: {problems[0][1]}")
+        raise type(problems[0][1])(
+            f"{call}: on rank {names} of ranks {ranks}: {problems[0][1]}"
+        )
     if len({offer.host for offer in offers}) > 1:
         hosts = _by_value(ranks, [offer.host for offer in offers])
         raise RuntimeError(
-            coded("HP137", f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}")
+            coded(
+                "HP137",
+                f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}",
+            )
         )
     if len({offer.tensor for offer in offers}) > 1:
         tensors = _by_value(ranks, [offer.tensor for offer in offers])
         raise ValueError(
-            coded("HP137", f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}")
+            coded(
+                "HP137",
+                f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}",
+            )
         )
 
 
 def check_mapped(failures: list[str | None], ranks: list[int]) -> None:
-    failed = {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure}
+    failed = {
+        rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure
+    }
     if failed:
         raise RuntimeError(
             coded(
@@ -132,14 +165,22 @@ def check_mapped(failures: list[str | None], ranks: list[int]) -> None:
 
 
 def _by_value(ranks: list[int], values: list[str]) -> str:
-    groups = {value: [r for r, v in zip(ranks, values, strict=True) if v == value] for value in values}
+    groups = {
+        value: [r for r, v in zip(ranks, values, strict=True) if v == value]
+        for value in values
+    }
     return "; ".join(f"ranks {members}: {value}" for value, members in groups.items())
 
 
-def map_all(offers: list[Offer], own: int) -> tuple[list[mmap.mmap | None], list[mmap.mmap], str | None]:
+def map_all(
+    offers: list[Offer], own: int
+) -> tuple[list[mmap.mmap | None], list[mmap.mmap], str | None]:
     """The memory of every other rank and the pad of every rank, or why they cannot be had."""
     try:
-        buffers = [_map(o.buffer, max(o.nbytes, 1)) if rank != own else None for rank, o in enumerate(offers)]
+        buffers = [
+            _map(o.buffer, max(o.nbytes, 1)) if rank != own else None
+            for rank, o in enumerate(offers)
+        ]
         pads = [_map(offer.pad, pad_size(len(offers))) for offer in offers]
     except OSError as error:
         return [], [], str(error)
@@ -162,4 +203,8 @@ def _end_file(descriptor: int, path: Path) -> None:
 def _host() -> str:
     """The same on all processes of a host, different on different hosts; containers of one host are one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else f"{socket.gethostname()} {uuid.getnode():x}"
+    return (
+        boot.read_text().strip()
+        if boot.exists()
+        else f"{socket.gethostname()} {uuid.getnode():x}"
+    )

@@ -59,7 +59,9 @@ class SharedMemoryHandler(ABC):
         """The bytes of one element."""
 
     @abstractmethod
-    def tensor_in(self, memory: mmap.mmap, sizes: Sequence[int], dtype: Any, offset: int) -> Any:
+    def tensor_in(
+        self, memory: mmap.mmap, sizes: Sequence[int], dtype: Any, offset: int
+    ) -> Any:
         """A tensor that is this memory, from element ``offset`` on, and keeps it alive."""
 
     @abstractmethod
@@ -91,7 +93,9 @@ class SharedMemoryHandler(ABC):
         allocation.handles[resolved] = handle
         return handle
 
-    def _share(self, tensor: Any, allocation: _Allocation | None, group: Any) -> SharedHandle:
+    def _share(
+        self, tensor: Any, allocation: _Allocation | None, group: Any
+    ) -> SharedHandle:
         file = allocation.file if allocation is not None else None
         ranks = self._platform.get_process_group_ranks(group)
         what = f"{tuple(tensor.shape)} {str(tensor.dtype).rpartition('.')[2].lower()}"
@@ -134,12 +138,16 @@ class SharedHandle:
         self.closed = False
         self._ranks = ranks
         self._own = own
-        self._buffers = buffers  # without this rank's: that memory should go with its tensor
+        self._buffers = (
+            buffers  # without this rank's: that memory should go with its tensor
+        )
         self._pads = [memoryview(pad).cast("q") for pad in pads]
         self._barriers = [0] * CHANNELS
         self._lock = threading.Lock()
 
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: Any, storage_offset: int = 0) -> Any:
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: Any, storage_offset: int = 0
+    ) -> Any:
         """That rank's memory from element ``storage_offset`` on; what any rank writes there, all see."""
         self._check("get_buffer", rank, 0, 0)
         end = (storage_offset + math.prod(sizes)) * self._handler.itemsize(dtype)
@@ -151,13 +159,19 @@ class SharedHandle:
                     f"do not fit into the {self.buffer_size} bytes that each rank shares",
                 )
             )
-        return self._handler.tensor_in(self._buffers[rank] or self._own.memory(), sizes, dtype, storage_offset)
+        return self._handler.tensor_in(
+            self._buffers[rank] or self._own.memory(), sizes, dtype, storage_offset
+        )
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Returns when every rank has called it on that channel; what they wrote before can then be read."""
         self._check("barrier", self.rank, channel, timeout_ms)
-        count = self._barriers[channel] + 1  # kept only on success, so that a barrier that failed can be tried again
-        slots = [self._slot(_BARRIER, sender, channel) for sender in range(self.world_size)]
+        count = (
+            self._barriers[channel] + 1
+        )  # kept only on success, so that a barrier that failed can be tried again
+        slots = [
+            self._slot(_BARRIER, sender, channel) for sender in range(self.world_size)
+        ]
         own = self._pads[self.rank]
         self._fence()
         with self._lock:
@@ -166,10 +180,14 @@ class SharedHandle:
 
         def missing() -> list[int]:
             with self._lock:
-                return [sender for sender, slot in enumerate(slots) if own[slot] < count]
+                return [
+                    sender for sender, slot in enumerate(slots) if own[slot] < count
+                ]
 
         if not _poll(lambda: not missing(), timeout_ms) and (late := missing()):
-            raise self._error("barrier", channel, timeout_ms, late, "did not come", "barrier")
+            raise self._error(
+                "barrier", channel, timeout_ms, late, "did not come", "barrier"
+            )
         self._barriers[channel] = count
         self._fence()
 
@@ -177,7 +195,10 @@ class SharedHandle:
         """Signals ``dst_rank``, once it has taken the signal before; what was written before can then be read there."""
         self._check("put_signal", dst_rank, channel, timeout_ms)
         pad = self._pads[dst_rank]
-        sent, taken = self._slot(_SENT, self.rank, channel), self._slot(_TAKEN, self.rank, channel)
+        sent, taken = (
+            self._slot(_SENT, self.rank, channel),
+            self._slot(_TAKEN, self.rank, channel),
+        )
 
         def put() -> bool:
             with self._lock:
@@ -189,13 +210,18 @@ class SharedHandle:
         self._fence()
         if not _poll(put, timeout_ms):
             what = "has not taken the signal before this one"
-            raise self._error("put_signal", channel, timeout_ms, [dst_rank], what, "wait_signal")
+            raise self._error(
+                "put_signal", channel, timeout_ms, [dst_rank], what, "wait_signal"
+            )
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Takes one signal of ``src_rank``, waiting for it; what that rank wrote before can then be read."""
         self._check("wait_signal", src_rank, channel, timeout_ms)
         pad = self._pads[self.rank]
-        sent, taken = self._slot(_SENT, src_rank, channel), self._slot(_TAKEN, src_rank, channel)
+        sent, taken = (
+            self._slot(_SENT, src_rank, channel),
+            self._slot(_TAKEN, src_rank, channel),
+        )
 
         def take() -> bool:
             with self._lock:
@@ -205,7 +231,14 @@ class SharedHandle:
                 return True
 
         if not _poll(take, timeout_ms):
-            raise self._error("wait_signal", channel, timeout_ms, [src_rank], "sent no signal", "put_signal")
+            raise self._error(
+                "wait_signal",
+                channel,
+                timeout_ms,
+                [src_rank],
+                "sent no signal",
+                "put_signal",
+            )
         self._fence()
 
     def close(self) -> None:
@@ -227,22 +260,38 @@ class SharedHandle:
     def _check(self, call: str, rank: int, channel: int, timeout_ms: int) -> None:
         if self.closed:
             raise RuntimeError(
-                coded("HP137", f"symmetric memory: {call}: this handle is closed; rendezvous() makes a new one")
+                coded(
+                    "HP137",
+                    f"symmetric memory: {call}: this handle is closed; rendezvous() makes a new one",
+                )
             )
-        for name, value, limit in (("rank", rank, self.world_size), ("channel", channel, CHANNELS)):
+        for name, value, limit in (
+            ("rank", rank, self.world_size),
+            ("channel", channel, CHANNELS),
+        ):
             if not isinstance(value, int) or not 0 <= value < limit:
                 raise ValueError(
-                    coded("HP137", f"symmetric memory: {call}: {name} must be 0 to {limit - 1}, got {value!r}")
+                    coded(
+                        "HP137",
+                        f"symmetric memory: {call}: {name} must be 0 to {limit - 1}, got {value!r}",
+                    )
                 )
         if timeout_ms < 0:
             raise ValueError(
                 coded(
-                    "HP137", f"symmetric memory: {call}: timeout_ms must be 0 (the default) or more, got {timeout_ms!r}"
+                    "HP137",
+                    f"symmetric memory: {call}: timeout_ms must be 0 (the default) or more, got {timeout_ms!r}",
                 )
             )
 
     def _error(
-        self, call: str, channel: int, timeout_ms: int, missing: list[int], what: str, answer: str
+        self,
+        call: str,
+        channel: int,
+        timeout_ms: int,
+        missing: list[int],
+        what: str,
+        answer: str,
     ) -> CommunicationError:
         absent = [self._ranks[rank] for rank in missing]
         return CommunicationError(
@@ -269,9 +318,18 @@ _allocations: dict[int, _Allocation] = {}
 
 def checked_shape(size: Sequence[Any]) -> tuple[int, ...]:
     """The sizes of a tensor, which may come as one sequence."""
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    shape = (
+        tuple(size[0])
+        if len(size) == 1 and isinstance(size[0], Sequence)
+        else tuple(size)
+    )
     if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ValueError(coded("HP137", f"symmetric memory: empty: sizes must be integers from 0 on, got {shape}"))
+        raise ValueError(
+            coded(
+                "HP137",
+                f"symmetric memory: empty: sizes must be integers from 0 on, got {shape}",
+            )
+        )
     return shape
 
 

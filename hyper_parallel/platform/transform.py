@@ -42,10 +42,14 @@ class TensorTransform:
         """Piece ``index`` of ``pieces`` along ``dim``; no communication."""
         return self._platform.chunk(x, dim, pieces, index)
 
-    def all_gather(self, x: Any, dim: int, group: Any, sizes: Sequence[int] | None = None) -> Any:
+    def all_gather(
+        self, x: Any, dim: int, group: Any, sizes: Sequence[int] | None = None
+    ) -> Any:
         """Every rank's piece joined along ``dim``; ``sizes`` where the pieces differ."""
         count = len(self._platform.get_process_group_ranks(group))
-        return self._platform.differentiable_all_gather_concat(x, group, count, dim, sizes)
+        return self._platform.differentiable_all_gather_concat(
+            x, group, count, dim, sizes
+        )
 
     def reduce_scatter(self, x: Any, dim: int, op: str, group: Any) -> Any:
         """The reduction's piece for this rank along ``dim``."""
@@ -57,7 +61,12 @@ class TensorTransform:
         return self._platform.differentiable_all_reduce(x, op, group)
 
     def all_to_all(
-        self, x: Any, gather_dim: int, split_dim: int, group: Any, gather_sizes: Sequence[int] | None = None
+        self,
+        x: Any,
+        gather_dim: int,
+        split_dim: int,
+        group: Any,
+        gather_sizes: Sequence[int] | None = None,
     ) -> Any:
         """Gathers ``gather_dim`` and keeps this rank's piece of ``split_dim``, in one exchange.
 
@@ -68,11 +77,17 @@ class TensorTransform:
         gather_dim, split_dim = gather_dim % len(x.shape), split_dim % len(x.shape)
         if gather_dim == split_dim:
             raise ValueError(
-                coded("HP123", f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ")
+                coded(
+                    "HP123",
+                    f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ",
+                )
             )
         if gather_sizes is not None and len(gather_sizes) != count:
             raise ValueError(
-                coded("HP123", f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks")
+                coded(
+                    "HP123",
+                    f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks",
+                )
             )
         sends = [platform.chunk(x, split_dim, count, i) for i in range(count)]
         mine = sends[platform.get_group_local_rank(group)]
@@ -87,18 +102,27 @@ class TensorTransform:
         if even:
             received = platform.differentiable_all_to_all(flat, flat.shape, group)
         else:
-            splits = [math.prod(piece.shape) for piece in sends], [math.prod(shape) for shape in shapes]
+            splits = (
+                [math.prod(piece.shape) for piece in sends],
+                [math.prod(shape) for shape in shapes],
+            )
             received = platform.differentiable_all_to_all_single(flat, *splits, group)
         pieces, start = [], 0
         for shape in shapes:
             stop = start + math.prod(shape)
             # A plain slice is quicker, but a framework may have no backward for one of nothing.
-            part = received[start:stop] if stop > start else platform.construct_strided_slice(received, [0], [0], [1])
+            part = (
+                received[start:stop]
+                if stop > start
+                else platform.construct_strided_slice(received, [0], [0], [1])
+            )
             pieces.append(part.reshape(shape))
             start = stop
         return platform.cat(pieces, gather_dim)
 
-    def _one_after_the_other(self, x: Any, split_dim: int, pieces: Sequence[Any]) -> Any:
+    def _one_after_the_other(
+        self, x: Any, split_dim: int, pieces: Sequence[Any]
+    ) -> Any:
         """The pieces of a tensor along a dim in one row, copied once at the most where that can be."""
         if split_dim == 0:
             return x.reshape(-1)

@@ -92,7 +92,10 @@ class Job:
         """This rank's rows as a part of the batch of all."""
         if self.mesh is None or isinstance(rows, DTensor):
             return rows
-        cut = [Shard(0) if name == "dp" else Replicate() for name in self.mesh.mesh_dim_names or ()]
+        cut = [
+            Shard(0) if name == "dp" else Replicate()
+            for name in self.mesh.mesh_dim_names or ()
+        ]
         return DTensor.from_local(rows, self.mesh, cut)
 
 
@@ -105,7 +108,10 @@ def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
         _put_on_mesh(recipe, model, mesh)
         place = mesh["dp"].get_local_rank(), mesh["dp"].size()
     if recipe.model.start is not None:
-        load({"model": ModelState(model)}, checkpoint_id=recipe.input_path(recipe.model.start))
+        load(
+            {"model": ModelState(model)},
+            checkpoint_id=recipe.input_path(recipe.model.start),
+        )
     return Job(model, mesh, _corpus(recipe, *place))
 
 
@@ -113,7 +119,10 @@ def _as_tensors(rows: tuple[Any, ...]) -> tuple[Any, Any]:
     """Tokens on this process's device; those of MindSpore are int32."""
     kind = "int32" if platform.platform_type is PlatformType.MINDSPORE else "int64"
     arrays = [array.astype(kind) for array in rows]
-    ids, targets = (platform.tensor_from_bytes(array.view("uint8").reshape(-1), kind, array.shape) for array in arrays)
+    ids, targets = (
+        platform.tensor_from_bytes(array.view("uint8").reshape(-1), kind, array.shape)
+        for array in arrays
+    )
     if platform.device_type() == "cpu":
         return ids, targets
     return ids.to(platform.device()), targets.to(platform.device())
@@ -153,7 +162,10 @@ def _found(recipe: Recipe, part: str, key: str, file: Path, name: str) -> Any:
     """A class or function of a user's file."""
     module = _imported(recipe.input_path(file))
     if not hasattr(module, name):
-        raise RecipeError(recipe.path, [Problem(f"{part}.{key}", f"{module.__file__} has no {key} {name}")])
+        raise RecipeError(
+            recipe.path,
+            [Problem(f"{part}.{key}", f"{module.__file__} has no {key} {name}")],
+        )
     return getattr(module, name)
 
 
@@ -182,16 +194,26 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
             return
         _apply(recipe, model, mesh, function(model.config, **plan.arguments))
     else:
-        _apply(recipe, model, mesh, {pattern: _style(style) for pattern, style in plan.styles.items()})
+        _apply(
+            recipe,
+            model,
+            mesh,
+            {pattern: _style(style) for pattern, style in plan.styles.items()},
+        )
 
 
-def _apply(recipe: Recipe, model: Any, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
+def _apply(
+    recipe: Recipe, model: Any, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
+) -> None:
     """Cuts the model along "tp" and copies it along "dp"; what no style names is the same on all ranks."""
     names = [name for name, _ in platform.get_cells_and_names(model)]
     lost = [pattern for pattern in styles if not matching(pattern, names)]
     if lost:
         where = "plan.styles" if recipe.plan.file is None else "plan.function"
-        raise RecipeError(recipe.path, [Problem(where, no_match("module", pattern, names)) for pattern in lost])
+        raise RecipeError(
+            recipe.path,
+            [Problem(where, no_match("module", pattern, names)) for pattern in lost],
+        )
     parallelize_module(model, mesh["tp"], {**styles, "": styles.get("", Replicated())})
     replicate(model, mesh["dp"])
 
@@ -200,7 +222,8 @@ def _style(wanted: Style) -> ParallelStyle:
     """Tensors keep their shapes, so that the model's code stays as it is."""
     given = wanted.model_dump(exclude_unset=True, exclude={"style"})
     options: dict[str, Any] = {
-        {"input": "input_layouts", "output": "output_layouts"}.get(name, name): value for name, value in given.items()
+        {"input": "input_layouts", "output": "output_layouts"}.get(name, name): value
+        for name, value in given.items()
     }
     for name in ("input_layouts", "output_layouts"):
         if name in options:
@@ -219,7 +242,9 @@ def _corpus(recipe: Recipe, part: int, parts: int) -> Corpus:
         contents = texts(recipe.input_path(data.text), data.files)
     if data.tokens == "model":
         assert recipe.model.huggingface is not None
-        tokens: Any = huggingface.tokens_of(recipe.input_path(recipe.model.huggingface), contents)
+        tokens: Any = huggingface.tokens_of(
+            recipe.input_path(recipe.model.huggingface), contents
+        )
     else:
         tokens = as_bytes(contents)
     try:

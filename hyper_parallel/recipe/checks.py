@@ -24,7 +24,13 @@ _STYLE_KEYS = {
 
 def combinations(recipe: Recipe, nproc: int | None) -> tuple[Recipe, list[Problem]]:
     """The recipe with its mesh for so many ranks, and its problems."""
-    problems = [*_framework(recipe), *_model(recipe), *_data(recipe), *_plan(recipe), *_numbers(recipe)]
+    problems = [
+        *_framework(recipe),
+        *_model(recipe),
+        *_data(recipe),
+        *_plan(recipe),
+        *_numbers(recipe),
+    ]
     if nproc is not None and recipe.mesh.dp is None and nproc % recipe.mesh.tp == 0:
         mesh = Mesh(dp=nproc // recipe.mesh.tp, tp=recipe.mesh.tp)
         path, recipe = recipe.path, recipe.model_copy(update={"mesh": mesh})
@@ -41,11 +47,19 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def _framework(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.framework
     if find_spec(name) is None:
-        yield Problem("framework", f"{name} is not installed: pip install 'hyper_parallel[{name}]'")
+        yield Problem(
+            "framework",
+            f"{name} is not installed: pip install 'hyper_parallel[{name}]'",
+        )
     if name == "mindspore" and recipe.model.huggingface is not None:
-        yield Problem("model.huggingface", "models of transformers are those of PyTorch; say framework: torch")
+        yield Problem(
+            "model.huggingface",
+            "models of transformers are those of PyTorch; say framework: torch",
+        )
     if name == "mindspore" and recipe.precision != "float32":
-        yield Problem("precision", f"on MindSpore it is float32, got {recipe.precision}")
+        yield Problem(
+            "precision", f"on MindSpore it is float32, got {recipe.precision}"
+        )
 
 
 # --- files
@@ -55,7 +69,9 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if (model.file is None) == (model.huggingface is None):
         both = "both are there" if model.file is not None else "neither is there"
-        yield Problem("model", f"expected either file: and class:, or huggingface:, but {both}")
+        yield Problem(
+            "model", f"expected either file: and class:, or huggingface:, but {both}"
+        )
     elif model.huggingface is not None:
         yield from _hugging_face(recipe, model.huggingface)
         if model.arguments:
@@ -67,8 +83,13 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
         if source is not None and model.class_ in source.classes:
             known = source.arguments_of_class(model.class_)
             yield from _arguments("model", model.class_, model.arguments, known)
-    if model.start is not None and not (recipe.input_path(model.start) / "checkpoint.json").is_file():
-        yield Problem("model.start", f"{recipe.input_path(model.start)} is no checkpoint")
+    if (
+        model.start is not None
+        and not (recipe.input_path(model.start) / "checkpoint.json").is_file()
+    ):
+        yield Problem(
+            "model.start", f"{recipe.input_path(model.start)} is no checkpoint"
+        )
 
 
 def _hugging_face(recipe: Recipe, path: Path) -> Iterator[Problem]:
@@ -76,20 +97,28 @@ def _hugging_face(recipe: Recipe, path: Path) -> Iterator[Problem]:
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is no folder"
         yield Problem(
-            "model.huggingface", f"{folder} {what}; expected one that save_pretrained() or a download has made"
+            "model.huggingface",
+            f"{folder} {what}; expected one that save_pretrained() or a download has made",
         )
     elif recipe.model.weights and not any(folder.glob("*.safetensors")):
         told = "has no *.safetensors, and other files are not read; with model.weights: false it is drawn anew"
         yield Problem("model.huggingface", f"{folder} {told}")
     if find_spec("transformers") is None:
-        yield Problem("model.huggingface", "transformers is not installed: pip install 'transformers>=5'")
+        yield Problem(
+            "model.huggingface",
+            "transformers is not installed: pip install 'transformers>=5'",
+        )
 
 
-def _named(recipe: Recipe, part: str, kind: str, file: Path, name: str | None) -> Iterator[Problem]:
+def _named(
+    recipe: Recipe, part: str, kind: str, file: Path, name: str | None
+) -> Iterator[Problem]:
     """Whether a file has what the recipe wants of it."""
     path = recipe.input_path(file)
     if not path.is_file():
-        near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
+        near = did_you_mean(
+            path.name, (other.name for other in path.parent.glob("*.py"))
+        )
         yield Problem(f"{part}.file", f"there is no file {path}{near}")
         return
     source = _source(recipe, file)
@@ -98,9 +127,14 @@ def _named(recipe: Recipe, part: str, kind: str, file: Path, name: str | None) -
         return
     names = source.classes if kind == "class" else source.functions
     if name is None:
-        yield Problem(part, f"it has a file but no {kind}; {path.name} has {', '.join(names) or 'none'}")
+        yield Problem(
+            part,
+            f"it has a file but no {kind}; {path.name} has {', '.join(names) or 'none'}",
+        )
     elif name not in names and not source.imports:
-        yield Problem(f"{part}.{kind}", f"{path} has no {kind} {name}{did_you_mean(name, names)}")
+        yield Problem(
+            f"{part}.{kind}", f"{path} has no {kind} {name}{did_you_mean(name, names)}"
+        )
     elif name not in names and (near := did_you_mean(name, names)):
         yield Problem(f"{part}.{kind}", f"{path} has no {kind} {name} of its own{near}")
 
@@ -112,35 +146,57 @@ def _source(recipe: Recipe, file: Path) -> Source | None:
         return None
 
 
-def _arguments(part: str, name: str, given: Iterable[str], known: list[str] | None) -> Iterator[Problem]:
+def _arguments(
+    part: str, name: str, given: Iterable[str], known: list[str] | None
+) -> Iterator[Problem]:
     for argument in given if known is not None else ():
         if argument not in (known or ()):
-            near = did_you_mean(argument, known or ()) or f"; it takes {', '.join(known or ()) or 'none'}"
-            yield Problem(f"{part}.arguments.{argument}", f"{name} takes no argument {argument}{near}")
+            near = (
+                did_you_mean(argument, known or ())
+                or f"; it takes {', '.join(known or ()) or 'none'}"
+            )
+            yield Problem(
+                f"{part}.arguments.{argument}",
+                f"{name} takes no argument {argument}{near}",
+            )
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if (data.corpus is None) == (data.text is None):
         both = "both are there" if data.corpus is not None else "neither is there"
-        yield Problem("data", f"expected either corpus: python or text: FOLDER, but {both}")
+        yield Problem(
+            "data", f"expected either corpus: python or text: FOLDER, but {both}"
+        )
     if data.text is not None:
         path = recipe.input_path(data.text)
         if not path.exists():
             near = did_you_mean(path.name, (one.name for one in path.parent.glob("*")))
             yield Problem("data.text", f"there is no file or folder {path}{near}")
         elif path.is_dir() and not any(one.is_file() for one in path.glob(data.files)):
-            kinds = sorted({one.suffix for one in path.rglob("*") if one.is_file() and one.suffix})
-            there = f"; there are {', '.join(f'**/*{kind}' for kind in kinds[:5])}" if kinds else ""
+            kinds = sorted(
+                {one.suffix for one in path.rglob("*") if one.is_file() and one.suffix}
+            )
+            there = (
+                f"; there are {', '.join(f'**/*{kind}' for kind in kinds[:5])}"
+                if kinds
+                else ""
+            )
             yield Problem("data.files", f"{path} has no file {data.files}{there}")
     if data.tokens == "model" and recipe.model.huggingface is None:
-        yield Problem("data.tokens", "only a huggingface model has a tokenizer of its own; say tokens: bytes")
+        yield Problem(
+            "data.tokens",
+            "only a huggingface model has a tokenizer of its own; say tokens: bytes",
+        )
 
 
 def _plan(recipe: Recipe) -> Iterator[Problem]:
     plan = recipe.plan
     if plan.file is not None and plan.styles:
-        yield Problem("plan", "expected either file: and function:, or styles:, but both are there")
+        yield Problem(
+            "plan",
+            "expected either file: and function:, or styles:, but both are there",
+        )
     if plan.file is None and plan.function is not None:
         yield Problem("plan.function", "a function needs the file: that it is in")
     if plan.file is not None:
@@ -149,14 +205,19 @@ def _plan(recipe: Recipe) -> Iterator[Problem]:
         if source is not None and plan.function in source.functions:
             known = source.arguments_of_function(plan.function)
             first = 2 if known and known[0] == "model" else 1
-            yield from _arguments("plan", plan.function, plan.arguments, known[first:] if known else known)
+            yield from _arguments(
+                "plan", plan.function, plan.arguments, known[first:] if known else known
+            )
     for pattern, style in plan.styles.items():
         allowed = _STYLE_KEYS[style.style]
         for key in sorted(style.model_fields_set - {"style"} - allowed):
             told = f"{style.style} takes {', '.join(sorted(allowed)) or 'no keys'}, not {key}"
             yield Problem(f"plan.styles.{pattern}.{key}", told)
         if style.style == "fused_colwise" and style.sections is None:
-            yield Problem(f"plan.styles.{pattern}", "fused_colwise needs sections: how many, or the size of each")
+            yield Problem(
+                f"plan.styles.{pattern}",
+                "fused_colwise needs sections: how many, or the size of each",
+            )
 
 
 # --- numbers
@@ -166,9 +227,14 @@ def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
     (dp, tp), given = recipe.mesh_shape, recipe.mesh.dp
     if nproc is not None and recipe.ranks != nproc:
         shape = f"dp={dp} x tp={tp}" if given is not None else f"tp={tp}"
-        fits = f"mesh.dp={nproc // tp}" if nproc % tp == 0 else f"mesh.dp={nproc} mesh.tp=1"
+        fits = (
+            f"mesh.dp={nproc // tp}"
+            if nproc % tp == 0
+            else f"mesh.dp={nproc} mesh.tp=1"
+        )
         yield Problem(
-            "mesh", f"{shape} needs {recipe.ranks} ranks, but there are {nproc}; say --nproc {recipe.ranks} or {fits}"
+            "mesh",
+            f"{shape} needs {recipe.ranks} ranks, but there are {nproc}; say --nproc {recipe.ranks} or {fits}",
         )
     if recipe.data.batch % dp:
         more = -(-recipe.data.batch // dp) * dp
@@ -184,13 +250,21 @@ def _numbers(recipe: Recipe) -> Iterator[Problem]:
     others = {"sgd": ("betas", "eps")}.get(optimizer.kind, ("momentum",))
     for key in others:
         if key in optimizer.model_fields_set:
-            yield Problem(f"optimizer.{key}", f"{optimizer.kind} has none; remove it or take another kind")
+            yield Problem(
+                f"optimizer.{key}",
+                f"{optimizer.kind} has none; remove it or take another kind",
+            )
     length = schedule.decay_steps or recipe.steps
     if schedule.kind != "constant" and schedule.warmup >= length:
         told = f"{schedule.warmup} steps of warm-up leave nothing of {length} steps to decay in"
-        yield Problem("schedule.warmup", f"{told}; make it smaller, or say kind: constant")
+        yield Problem(
+            "schedule.warmup", f"{told}; make it smaller, or say kind: constant"
+        )
     if schedule.kind == "constant" and schedule.decay_steps is not None:
-        yield Problem("schedule.decay_steps", "a constant rate does not decay; say kind: cosine or linear")
+        yield Problem(
+            "schedule.decay_steps",
+            "a constant rate does not decay; say kind: cosine or linear",
+        )
     if recipe.evaluation.every and not recipe.data.held_out:
         told = "there is nothing to evaluate on: data.held_out is 0; say 0.05"
         yield Problem("evaluation.every", told)
@@ -205,8 +279,18 @@ def _outputs(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, value in wanted.items():
         if value and recipe.folder is None:
-            yield Problem(key, "there is no place for it; add folder: at the top, such as folder: runs/first")
+            yield Problem(
+                key,
+                "there is no place for it; add folder: at the top, such as folder: runs/first",
+            )
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
-        yield Problem("logging.tensorboard", "tensorboard is not installed: pip install 'hyper_parallel[cli]'")
-    if recipe.folder is not None and recipe.folder.exists() and not recipe.folder.is_dir():
+        yield Problem(
+            "logging.tensorboard",
+            "tensorboard is not installed: pip install 'hyper_parallel[cli]'",
+        )
+    if (
+        recipe.folder is not None
+        and recipe.folder.exists()
+        and not recipe.folder.is_dir()
+    ):
         yield Problem("folder", f"{recipe.folder} is a file")

@@ -37,7 +37,10 @@ class Corpus:
         """``length``: of a sequence. ``part`` of ``parts``: which rows of each batch are this process's."""
         if batch % parts:
             raise ValueError(
-                coded("HP705", f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks")
+                coded(
+                    "HP705",
+                    f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks",
+                )
             )
         count = len(tokens) - int(np.ceil(len(tokens) * held_out))
         self._training, self._held_out = tokens[:count], tokens[count:]
@@ -62,10 +65,16 @@ class Corpus:
         """The same, of text that is never trained on."""
         return self._draw(self._held_out, 2 * number + 1, whole)
 
-    def _draw(self, tokens: NDArray[Any], number: int, whole: bool) -> tuple[Rows, Rows]:
+    def _draw(
+        self, tokens: NDArray[Any], number: int, whole: bool
+    ) -> tuple[Rows, Rows]:
         # The whole batch is drawn everywhere and cut: the rows do not depend on who takes part.
-        starts = np.random.default_rng([self._seed, number]).integers(len(tokens) - self._length, size=self._batch)
-        places = starts[slice(None) if whole else self._rows, None] + np.arange(self._length + 1)
+        starts = np.random.default_rng([self._seed, number]).integers(
+            len(tokens) - self._length, size=self._batch
+        )
+        places = starts[slice(None) if whole else self._rows, None] + np.arange(
+            self._length + 1
+        )
         rows = tokens[places].astype(np.int64)
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
@@ -81,7 +90,11 @@ def python_text() -> bytes:
 
 def texts(path: Path, pattern: str) -> Iterator[bytes]:
     """The contents of a file, or of the files of a folder in the order of their names."""
-    files = [path] if path.is_file() else sorted(file for file in path.glob(pattern) if file.is_file())
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.glob(pattern) if file.is_file())
+    )
     return (file.read_bytes() for file in files)
 
 

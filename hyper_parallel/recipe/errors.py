@@ -27,8 +27,16 @@ class RecipeError(ValueError):
 
     def __init__(self, path: str | Path, problems: Sequence[Problem]) -> None:
         self.path, self.problems = Path(path), tuple(problems)
-        count = "one problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([self._headline(count), *(f"  {problem}" for problem in self.problems)]))
+        count = (
+            "one problem"
+            if len(self.problems) == 1
+            else f"{len(self.problems)} problems"
+        )
+        super().__init__(
+            "\n".join(
+                [self._headline(count), *(f"  {problem}" for problem in self.problems)]
+            )
+        )
 
     def _headline(self, count: str) -> str:
         return coded("HP701", f"{self.path}: {count}")

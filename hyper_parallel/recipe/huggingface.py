@@ -20,7 +20,9 @@ def model_of(folder: Path, dtype: str, *, weights: bool) -> Any:
     kind: Any = AutoModelForCausalLM
     if weights:
         return kind.from_pretrained(folder, dtype=dtype, use_safetensors=True, **_LOCAL)
-    return kind.from_config(AutoConfig.from_pretrained(folder, **_LOCAL), trust_remote_code=False)
+    return kind.from_config(
+        AutoConfig.from_pretrained(folder, **_LOCAL), trust_remote_code=False
+    )
 
 
 def tokens_of(folder: Path, contents: Iterable[bytes]) -> NDArray[np.int32]:
@@ -31,5 +33,10 @@ def tokens_of(folder: Path, contents: Iterable[bytes]) -> NDArray[np.int32]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     found: list[int] = []
     for text in contents:
-        found += tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"] + end
+        found += (
+            tokenizer(
+                text.decode(errors="replace"), add_special_tokens=False, verbose=False
+            )["input_ids"]
+            + end
+        )
     return np.array(found, np.int32)

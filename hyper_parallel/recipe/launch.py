@@ -55,9 +55,16 @@ class JobError(Exception):
 def told(failures: Sequence[Failure], *, all_of_it: bool = False) -> list[str]:
     """The first failure whole, the others in a line each, or all of them whole."""
     first, *others = failures
-    lines = [coded("HP706", f"rank {first.rank} failed:"), first.traceback.rstrip() or first.headline]
+    lines = [
+        coded("HP706", f"rank {first.rank} failed:"),
+        first.traceback.rstrip() or first.headline,
+    ]
     for other in others:
-        headline = other.headline if len(other.headline) <= 240 else f"{other.headline[:237]}..."
+        headline = (
+            other.headline
+            if len(other.headline) <= 240
+            else f"{other.headline[:237]}..."
+        )
         lines += [f"rank {other.rank}: {headline.splitlines()[0]}"]
         lines += [other.traceback.rstrip()] if all_of_it and other.traceback else []
     return [*lines, f"what the ranks wrote is in {first.log.parent}"]
@@ -83,7 +90,9 @@ def launch(recipe: Recipe, overrides: Sequence[str], resume: str | None) -> int:
         codes = [process.returncode for process in ranks.processes]
         if all(code == FINISHED for code in codes):
             return FINISHED
-        if all(code in (FINISHED, STOPPED) for code in codes) or (ranks.was_asked and not ranks.noted()):
+        if all(code in (FINISHED, STOPPED) for code in codes) or (
+            ranks.was_asked and not ranks.noted()
+        ):
             return STOPPED
         raise _failure(ranks)
 
@@ -97,17 +106,40 @@ def _failure(ranks: _Ranks) -> JobError:
     for rank, process in enumerate(ranks.processes):
         log, note = ranks.log(rank), notes.get(rank)
         if note is not None:
-            failures.append(Failure(rank, note["when"], note["headline"], note["traceback"], note["is_echo"], log))
-        elif rank in ranks.ended_by_itself and process.returncode not in (FINISHED, STOPPED):
+            failures.append(
+                Failure(
+                    rank,
+                    note["when"],
+                    note["headline"],
+                    note["traceback"],
+                    note["is_echo"],
+                    log,
+                )
+            )
+        elif rank in ranks.ended_by_itself and process.returncode not in (
+            FINISHED,
+            STOPPED,
+        ):
             how = _how(process.returncode)
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
             failures.append(
-                Failure(rank, ranks.ended_by_itself[rank], how, f"{tail}\n{how}".strip(), is_echo=False, log=log)
+                Failure(
+                    rank,
+                    ranks.ended_by_itself[rank],
+                    how,
+                    f"{tail}\n{how}".strip(),
+                    is_echo=False,
+                    log=log,
+                )
             )
         elif rank not in ranks.ended_by_itself:
             told_off = f"did not end within {GRACE:g} s after that and was ended"
-            failures.append(Failure(rank, float("inf"), told_off, "", is_echo=True, log=log))
-    return JobError(sorted(failures, key=lambda failure: (failure.is_echo, failure.when)))
+            failures.append(
+                Failure(rank, float("inf"), told_off, "", is_echo=True, log=log)
+            )
+    return JobError(
+        sorted(failures, key=lambda failure: (failure.is_echo, failure.when))
+    )
 
 
 def _how(code: int) -> str:
@@ -131,7 +163,9 @@ class _Ranks:
         for rank in range(recipe.ranks):
             own = {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with self.log(rank).open("wb") as log:
-                self.processes.append(_started([str(notes)], own, None if rank == 0 else log, log))
+                self.processes.append(
+                    _started([str(notes)], own, None if rank == 0 else log, log)
+                )
 
     def log(self, rank: int) -> Path:
         """What a rank wrote; of the first rank, to stderr alone."""
@@ -139,14 +173,24 @@ class _Ranks:
 
     def noted(self) -> dict[int, dict[str, Any]]:
         """The errors that ranks have left notes of."""
-        files = {rank: self._notes / f"rank-{rank}.json" for rank in range(len(self.processes))}
-        return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+        files = {
+            rank: self._notes / f"rank-{rank}.json"
+            for rank in range(len(self.processes))
+        }
+        return {
+            rank: json.loads(file.read_text())
+            for rank, file in files.items()
+            if file.exists()
+        }
 
     def watch(self) -> None:
         """Returns when all ranks have ended, or some time after one has failed."""
         with _passed_on(self._ask):
             deadline = float("inf")
-            while len(self.ended_by_itself) < len(self.processes) and time.monotonic() < deadline:
+            while (
+                len(self.ended_by_itself) < len(self.processes)
+                and time.monotonic() < deadline
+            ):
                 for rank, process in enumerate(self.processes):
                     if rank not in self.ended_by_itself and process.poll() is not None:
                         self.ended_by_itself[rank] = time.monotonic()
@@ -178,7 +222,10 @@ class _passed_on:  # noqa: N801 - a context, as those of contextlib
         self._count = 0
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -204,8 +251,15 @@ def _find_port() -> int:
 def environment(framework: str, ranks: int) -> dict[str, str]:
     """What every rank of a job on this machine finds in its environment."""
     port = _find_port()
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    calm = {"OMP_NUM_THREADS": str(threads), **({"GLOG_v": "3"} if framework == "mindspore" else {})}
+    threads = (
+        max(1, len(os.sched_getaffinity(0)) // ranks)
+        if hasattr(os, "sched_getaffinity")
+        else 1
+    )
+    calm = {
+        "OMP_NUM_THREADS": str(threads),
+        **({"GLOG_v": "3"} if framework == "mindspore" else {}),
+    }
     return {
         **calm,
         "HYPER_PARALLEL_CHECK_BATCHES": "first:3",  # of every place where plain tensors go in
@@ -225,13 +279,20 @@ def _started(
     command = [sys.executable, "-m", "hyper_parallel.recipe.rank", *arguments]
     # In a session of its own, so that Ctrl-C reaches it through the launcher alone.
     return subprocess.Popen(  # noqa: S603 - ours
-        command, env=dict(own), stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
+        command,
+        env=dict(own),
+        stdin=subprocess.PIPE,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
     )
 
 
 def _log_folder(recipe: Recipe) -> Path:
     folder = (
-        recipe.folder / "ranks" if recipe.folder is not None else Path(tempfile.mkdtemp(prefix="hyper_parallel_logs_"))
+        recipe.folder / "ranks"
+        if recipe.folder is not None
+        else Path(tempfile.mkdtemp(prefix="hyper_parallel_logs_"))
     )
     folder.mkdir(parents=True, exist_ok=True)
     return folder.resolve()

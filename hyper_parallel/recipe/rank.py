@@ -39,7 +39,9 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code == FAILED:
-        os._exit(code)  # at once: the others wait for this one, and its threads may wait for them
+        os._exit(
+            code
+        )  # at once: the others wait for this one, and its threads may wait for them
     raise SystemExit(code)
 
 
@@ -52,7 +54,9 @@ def run(job: dict[str, Any], folder: Path) -> int:
     def end(error: BaseException) -> None:
         os._exit(leave_note(folder, error))
 
-    outcome = train(read_recipe(job["path"], job["overrides"], job["nproc"]), job["resume"], end)
+    outcome = train(
+        read_recipe(job["path"], job["overrides"], job["nproc"]), job["resume"], end
+    )
     get_platform().destroy_process_group()
     return STOPPED if outcome.stopped else FINISHED
 
@@ -76,7 +80,9 @@ def noted(error: BaseException) -> dict[str, Any]:
         "when": time.monotonic(),
         "headline": "".join(traceback.format_exception_only(error)).strip(),
         "traceback": "".join(traceback.format_exception(error)),
-        "is_echo": isinstance(error, CommunicationError),  # most likely of another rank's failure
+        "is_echo": isinstance(
+            error, CommunicationError
+        ),  # most likely of another rank's failure
         "code": BAD_RECIPE if isinstance(error, RecipeError) else FAILED,
         "recipe": str(error) if isinstance(error, RecipeError) else None,
     }
@@ -88,7 +94,14 @@ def _end_with_launcher() -> None:
     os._exit(FAILED)
 
 
-def _shown(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+def _shown(
+    message: Any,
+    category: Any,
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: Any = None,
+) -> None:
     """Warnings of the first rank are for people; they are in its log too."""
     text = warnings.formatwarning(message, category, filename, lineno, line)
     (file or sys.stderr).write(text)

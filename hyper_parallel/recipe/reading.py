@@ -22,7 +22,9 @@ Keys = tuple[str | int, ...]  # from the whole to a value
 Places = dict[Keys, str]
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None) -> Recipe:
+def read_recipe(
+    path: str | Path, overrides: Sequence[str] = (), nproc: int | None = None
+) -> Recipe:
     """The recipe in a file, with ``key=value`` overrides; a RecipeError names everything that is wrong with it.
 
     ``nproc``: the number of ranks, which the mesh must have; without it the mesh says how many there are.
@@ -37,7 +39,11 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), nproc: int | No
         recipe._path = path
         recipe, further = combinations(recipe, nproc)
         known = [problem.key for problem in problems]
-        problems += [problem for problem in further if not any(_touches(problem.key, key) for key in known)]
+        problems += [
+            problem
+            for problem in further
+            if not any(_touches(problem.key, key) for key in known)
+        ]
     if problems or recipe is None:
         placed = [_placed(problem, places) for problem in problems]
         raise RecipeError(path, sorted(placed, key=_order))
@@ -56,7 +62,9 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Places, list[Problem]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.y*ml")], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            path.name, [f.name for f in path.parent.glob("*.y*ml")], n=1, cutoff=0.5
+        )
         told = f"there is no such file{f'; did you mean {path.with_name(near[0])}?' if near else ''}"
         raise RecipeError(path, [Problem("", told)]) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -74,7 +82,16 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Places, list[Problem]]:
         loader.dispose()
     if not isinstance(values, dict):
         kind = type(values).__name__
-        raise RecipeError(path, [Problem("", f"expected keys such as model: and data:, found a {kind}", "line 1")])
+        raise RecipeError(
+            path,
+            [
+                Problem(
+                    "",
+                    f"expected keys such as model: and data:, found a {kind}",
+                    "line 1",
+                )
+            ],
+        )
     places: Places = {}
     problems = [] if node is None else list(_walk(node, (), places))
     return values, places, problems
@@ -88,7 +105,9 @@ def _walk(node: Any, at: Keys, places: Places) -> Iterator[Problem]:
             line = name.start_mark.line + 1
             if name.value in seen:
                 told = f"it is there twice, first in line {seen[name.value]}"
-                yield Problem(".".join(map(str, (*at, name.value))), told, f"line {line}")
+                yield Problem(
+                    ".".join(map(str, (*at, name.value))), told, f"line {line}"
+                )
             seen.setdefault(name.value, line)
             places[(*at, name.value)] = f"line {line}"
             yield from _walk(value, (*at, name.value), places)
@@ -103,7 +122,13 @@ def _override(values: dict[str, Any], places: Places, override: str) -> list[Pro
     key, equals, text = override.partition("=")
     at = tuple(key.split("."))
     if not equals or not all(at):
-        return [Problem("", "an override is key=value, such as optimizer.lr=3e-4", f"override {override!r}")]
+        return [
+            Problem(
+                "",
+                "an override is key=value, such as optimizer.lr=3e-4",
+                f"override {override!r}",
+            )
+        ]
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:  # such as *.txt
@@ -136,11 +161,19 @@ def _validated(values: Mapping[str, Any]) -> tuple[Recipe | None, list[Problem]]
         except ValidationError as error:
             found = error.errors(include_url=False)
         known = {problem.key for problem in problems}
-        problems += [made for one in found if (made := _problem(one["loc"], one)).key not in known]
+        problems += [
+            made
+            for one in found
+            if (made := _problem(one["loc"], one)).key not in known
+        ]
         for one in found:
             is_needed = one["type"] == "missing" and one["loc"][0] in _STAND_INS
             key = one["loc"][0]
-            left = {**left, key: _STAND_INS[key]} if is_needed else _without(left, one["loc"])
+            left = (
+                {**left, key: _STAND_INS[key]}
+                if is_needed
+                else _without(left, one["loc"])
+            )
     return None, problems
 
 
@@ -164,8 +197,13 @@ def _problem(at: Keys, found: Any) -> Problem:
         return Problem(key, f"expected keys of its own, got {found['input']!r}")
     if found["type"] == "literal_error":
         expected, given = found["ctx"]["expected"], str(found["input"])
-        near = difflib.get_close_matches(given, expected.replace("'", "").replace(" or ", ", ").split(", "), n=1)
-        return Problem(key, f"expected {expected}, got {given!r}{f'; did you mean {near[0]}?' if near else ''}")
+        near = difflib.get_close_matches(
+            given, expected.replace("'", "").replace(" or ", ", ").split(", "), n=1
+        )
+        return Problem(
+            key,
+            f"expected {expected}, got {given!r}{f'; did you mean {near[0]}?' if near else ''}",
+        )
     message = found["msg"].removeprefix("Input should be ").partition(", unable to")[0]
     return Problem(key, f"expected {message}, got {found['input']!r}")
 
@@ -174,7 +212,11 @@ def _suggestion(key: str) -> str:
     """What may have been meant: a key beside it, or one of that name elsewhere."""
     known = [name for name, _, _ in keys()]
     above, _, own = key.rpartition(".")
-    siblings = {name.removeprefix(f"{above}." if above else "").split(".")[0] for name in known if _is_in(name, above)}
+    siblings = {
+        name.removeprefix(f"{above}." if above else "").split(".")[0]
+        for name in known
+        if _is_in(name, above)
+    }
     near = difflib.get_close_matches(own, siblings, n=1)
     if near:
         return f"; did you mean {f'{above}.' if above else ''}{near[0]}?"

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from hyper_parallel.recipe.schema import Recipe
 
@@ -31,7 +37,9 @@ class Reporter:
         )  # fmt: skip
         dp, tp = recipe.mesh_shape
         what = f"mesh {dp}x{tp}" if recipe.ranks > 1 else "one process"
-        self._task = self._bar.add_task(what, total=recipe.steps, completed=done, loss=math.nan, more="")
+        self._task = self._bar.add_task(
+            what, total=recipe.steps, completed=done, loss=math.nan, more=""
+        )
         self._log: IO[str] | None = None
         self._board: Any = None
 
@@ -71,12 +79,20 @@ class Reporter:
         more = f", {facts['tokens_per_second']:,.0f} tokens/s, {facts['memory'] / 2**20:,.0f} MiB"
         if "held_out" in facts:
             more = f", held out {facts['held_out']:.4f}{more}"
-        self._bar.update(self._task, completed=facts["step"], loss=facts["loss"], more=more)
+        self._bar.update(
+            self._task, completed=facts["step"], loss=facts["loss"], more=more
+        )
         step, last = facts["step"], self._recipe.steps
-        if self._bar.disable and ("held_out" in facts or step % self._recipe.logging.every == 0 or step == last):
+        if self._bar.disable and (
+            "held_out" in facts
+            or step % self._recipe.logging.every == 0
+            or step == last
+        ):
             pace = (time.monotonic() - self._began) / (step - self._done)
             left = time.strftime("%H:%M:%S", time.gmtime(pace * (last - step)))
-            self.tell(f"step {step}/{last}: loss {facts['loss']:.4f}{more}, {left} left")
+            self.tell(
+                f"step {step}/{last}: loss {facts['loss']:.4f}{more}, {left} left"
+            )
 
 
 def _opened(path: Path, done: int) -> IO[str]:

@@ -22,22 +22,31 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class Part(BaseModel):
     """A part of a recipe; keys that it does not know are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True
+    )
 
 
 class Model(Part):
     """The model: a class in a file, or a folder of Hugging Face."""
 
-    file: Path | None = Field(default=None, description="Python file with the model's class")
-    class_: str | None = Field(default=None, alias="class", description="name of the class in that file")
+    file: Path | None = Field(
+        default=None, description="Python file with the model's class"
+    )
+    class_: str | None = Field(
+        default=None, alias="class", description="name of the class in that file"
+    )
     arguments: dict[str, Any] = Field(
-        default={}, description="its keyword arguments, or the fields of the one dataclass that it takes"
+        default={},
+        description="its keyword arguments, or the fields of the one dataclass that it takes",
     )
     huggingface: Path | None = Field(
-        default=None, description="folder with `config.json`, tokenizer and `*.safetensors`, for `transformers`"
+        default=None,
+        description="folder with `config.json`, tokenizer and `*.safetensors`, for `transformers`",
     )
     weights: bool = Field(
-        default=True, description="whether a `huggingface` model begins with its weights; else it is drawn"
+        default=True,
+        description="whether a `huggingface` model begins with its weights; else it is drawn",
     )
     start: Path | None = Field(
         default=None,
@@ -49,23 +58,33 @@ class Data(Part):
     """The text, and how batches are drawn from it."""
 
     corpus: Literal["python"] | None = Field(
-        default=None, description="`python`: 2 MB of Python's own documentation and code"
+        default=None,
+        description="`python`: 2 MB of Python's own documentation and code",
     )
-    text: Path | None = Field(default=None, description="a text file, or a folder of them")
+    text: Path | None = Field(
+        default=None, description="a text file, or a folder of them"
+    )
     files: str = Field(default="**/*.txt", description="which files of that folder")
     tokens: Literal["bytes", "model"] = Field(
-        default="bytes", description="`bytes`, 256 of them, or `model`: the tokenizer of `model.huggingface`"
+        default="bytes",
+        description="`bytes`, 256 of them, or `model`: the tokenizer of `model.huggingface`",
     )
-    batch: Count = Field(default=8, description="sequences a step, of all ranks together")
+    batch: Count = Field(
+        default=8, description="sequences a step, of all ranks together"
+    )
     length: Count = Field(default=128, description="tokens a sequence")
-    held_out: Share = Field(default=0.05, description="the last part of the text, which is for evaluation alone")
+    held_out: Share = Field(
+        default=0.05,
+        description="the last part of the text, which is for evaluation alone",
+    )
 
 
 class Mesh(Part):
     """How many ranks there are, and what along."""
 
     dp: Count | None = Field(
-        default=None, description="ranks that share a batch; null: as many as `tp` leaves of `--nproc`"
+        default=None,
+        description="ranks that share a batch; null: as many as `tp` leaves of `--nproc`",
     )
     tp: Count = Field(default=1, description="ranks that share each layer")
 
@@ -91,27 +110,40 @@ def _named(value: Any) -> Any:
 class Plan(Part):
     """How the model lies on the mesh: a function in a file, or styles by the names of modules."""
 
-    file: Path | None = Field(default=None, description="Python file with the plan's function")
+    file: Path | None = Field(
+        default=None, description="Python file with the plan's function"
+    )
     function: str | None = Field(
         default=None,
         description="`f(model, mesh)` puts the model on the mesh; `f(config)` returns a plan from names to styles",
     )
-    arguments: dict[str, Any] = Field(default={}, description="further keyword arguments of that function")
+    arguments: dict[str, Any] = Field(
+        default={}, description="further keyword arguments of that function"
+    )
     styles: dict[str, Annotated[Style, BeforeValidator(_named)]] = Field(
-        default={}, description="or: a style for each pattern of module names, as `blocks.*.mlp.up: colwise`"
+        default={},
+        description="or: a style for each pattern of module names, as `blocks.*.mlp.up: colwise`",
     )
 
 
 class Optimizer(Part):
     """How parameters follow gradients. Only matrices decay."""
 
-    kind: Literal["adamw", "adam", "sgd"] = Field(default="adamw", description="`adamw`, `adam` or `sgd`")
+    kind: Literal["adamw", "adam", "sgd"] = Field(
+        default="adamw", description="`adamw`, `adam` or `sgd`"
+    )
     lr: Positive = Field(default=1e-3, description="highest learning rate")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="of `adamw` and `adam`")
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.95), description="of `adamw` and `adam`"
+    )
     eps: Positive = Field(default=1e-8, description="of `adamw` and `adam`")
     momentum: Share = Field(default=0.0, description="of `sgd`")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="of matrices")
-    clip: Positive | None = Field(default=1.0, description="largest norm of all gradients together; null: any")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="of matrices"
+    )
+    clip: Positive | None = Field(
+        default=1.0, description="largest norm of all gradients together; null: any"
+    )
 
 
 class Schedule(Part):
@@ -121,7 +153,9 @@ class Schedule(Part):
         default="cosine", description="`cosine`, `linear` or `constant`"
     )
     warmup: Some = Field(default=0, description="steps until the rate is highest")
-    decay_steps: Count | None = Field(default=None, description="step at which it is lowest; null: `steps`")
+    decay_steps: Count | None = Field(
+        default=None, description="step at which it is lowest; null: `steps`"
+    )
     floor: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="the lowest rate, as a part of the highest"
     )
@@ -130,7 +164,9 @@ class Schedule(Part):
 class Evaluation(Part):
     """The loss on text that is never trained on."""
 
-    every: Some = Field(default=0, description="steps between evaluations, and one at the end; 0: none")
+    every: Some = Field(
+        default=0, description="steps between evaluations, and one at the end; 0: none"
+    )
     batches: Count = Field(default=4, description="batches each time")
 
 
@@ -138,21 +174,32 @@ class Checkpoints(Part):
     """When the training is saved, into `folder`."""
 
     every: Some = Field(
-        default=0, description="steps between checkpoints; with a `folder` there is always one at the end"
+        default=0,
+        description="steps between checkpoints; with a `folder` there is always one at the end",
     )
-    keep: Count | None = Field(default=3, description="checkpoints of which older ones are removed; null: all stay")
-    asynchronous: bool = Field(default=True, description="whether they are written while the training goes on")
+    keep: Count | None = Field(
+        default=3,
+        description="checkpoints of which older ones are removed; null: all stay",
+    )
+    asynchronous: bool = Field(
+        default=True, description="whether they are written while the training goes on"
+    )
 
 
 class Logging(Part):
     """What is told, and where."""
 
-    every: Count = Field(default=10, description="steps between the lines where there is no terminal for a bar")
+    every: Count = Field(
+        default=10,
+        description="steps between the lines where there is no terminal for a bar",
+    )
     tensorboard: bool = Field(
-        default=False, description="whether TensorBoard's log is written too, to `folder/tensorboard`"
+        default=False,
+        description="whether TensorBoard's log is written too, to `folder/tensorboard`",
     )
     collectives: bool = Field(
-        default=False, description="whether what one step communicates is written to `folder/collectives.json`"
+        default=False,
+        description="whether what one step communicates is written to `folder/collectives.json`",
     )
 
 
@@ -172,15 +219,20 @@ class Communication(Part):
 class Recipe(Part):
     """One training."""
 
-    framework: Literal["torch", "mindspore"] = Field(default="torch", description="`torch` or `mindspore`")
-    seed: Some = Field(default=0, description="of the model's first weights and of the batches")
+    framework: Literal["torch", "mindspore"] = Field(
+        default="torch", description="`torch` or `mindspore`"
+    )
+    seed: Some = Field(
+        default=0, description="of the model's first weights and of the batches"
+    )
     steps: Count = Field(description="train until so many steps are done")
     precision: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32",
         description="dtype of parameters, gradients and optimizer; losses are computed in at least float32",
     )
     folder: Path | None = Field(
-        default=None, description="where logs and checkpoints go, relative to the current directory; null: nowhere"
+        default=None,
+        description="where logs and checkpoints go, relative to the current directory; null: nowhere",
     )
     model: Model = Field(description="")
     data: Data = Field(description="")
@@ -226,7 +278,11 @@ def keys(part: type[Part] = Recipe, prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(kind, type) and issubclass(kind, Part):
             yield from keys(kind, f"{key}.")
         else:
-            yield key, _told("needed" if field.is_required() else field.default), field.description or ""
+            yield (
+                key,
+                _told("needed" if field.is_required() else field.default),
+                field.description or "",
+            )
 
 
 def _told(default: Any) -> str:

@@ -31,7 +31,9 @@ class StopSignal:
 
     _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, grace: float, on_stuck: Callable[[CommunicationError], None] | None = None) -> None:
+    def __init__(
+        self, grace: float, on_stuck: Callable[[CommunicationError], None] | None = None
+    ) -> None:
         self._grace = grace
         self._on_stuck = on_stuck or _print_and_exit
         self._asked = False
@@ -40,7 +42,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._note) for number in self._SIGNALS
+            }
             self._start_watching()
         return self
 
@@ -67,8 +71,12 @@ class StopSignal:
     def _start_watching(self) -> None:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, name="hyper_parallel-stop", daemon=True)
+        self._woken_before = signal.set_wakeup_fd(
+            self._writing, warn_on_full_buffer=False
+        )
+        self._thread = threading.Thread(
+            target=self._watch, name="hyper_parallel-stop", daemon=True
+        )
         self._thread.start()
 
     def _end_watching(self) -> None:

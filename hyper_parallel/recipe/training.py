@@ -57,7 +57,11 @@ class Outcome:
     saved: Path | None
 
     def __str__(self) -> str:
-        told = f"stopped after step {self.step}" if self.stopped else f"done: {self.step} steps"
+        told = (
+            f"stopped after step {self.step}"
+            if self.stopped
+            else f"done: {self.step} steps"
+        )
         return f"{told}{f'; saved in {self.saved}' if self.saved is not None else ''}"
 
 
@@ -78,15 +82,27 @@ def train(
     origin = _origin(recipe, resume)
     job = build(recipe, mesh)
     optimizer = _optimizer(job.model, recipe.optimizer)
-    state = {"model": ModelState(job.model), "optimizer": OptimizerState(job.model, optimizer)}
+    state = {
+        "model": ModelState(job.model),
+        "optimizer": OptimizerState(job.model, optimizer),
+    }
     done, changes = (0, []) if origin is None else _resumed(recipe, job, origin, state)
     checkpoints = None
     if recipe.folder is not None:
         options = recipe.checkpoints
-        checkpoints = CheckpointManager(recipe.folder, keep_last=options.keep, asynchronous=options.asynchronous)
-    whole = {**state, "random": RandomState(), "run": {"recipe": recipe.values(), "corpus": job.corpus.digest}}
+        checkpoints = CheckpointManager(
+            recipe.folder, keep_last=options.keep, asynchronous=options.asynchronous
+        )
+    whole = {
+        **state,
+        "random": RandomState(),
+        "run": {"recipe": recipe.values(), "corpus": job.corpus.digest},
+    }
     stop_signal = StopSignal(recipe.communication.grace, on_stuck)
-    with Reporter(recipe, done, is_first=platform.get_rank() == 0) as report, stop_signal as stop:
+    with (
+        Reporter(recipe, done, is_first=platform.get_rank() == 0) as report,
+        stop_signal as stop,
+    ):
         _tell_start(recipe, report, origin, done, changes)
         return _steps(recipe, job, optimizer, whole, done, checkpoints, report, stop)
 
@@ -111,7 +127,9 @@ def _steps(
         # The first step sets up things as well, so the second one is told.
         with _recorded(recipe, job.mesh) if step == done + 1 else ExitStack():
             loss_of = functools.partial(job.loss, job.model, *job.batch(step))
-            loss, norm = platform.training_step(job.model, optimizer, loss_of, recipe.optimizer.clip)
+            loss, norm = platform.training_step(
+                job.model, optimizer, loss_of, recipe.optimizer.clip
+            )
         step += 1
         if not math.isfinite(loss):
             raise TrainingError(
@@ -128,7 +146,9 @@ def _steps(
             facts["held_out"] = _evaluated(job, recipe.evaluation.batches)
         report.step(facts)
         is_asked = stop.is_asked()
-        if checkpoints is not None and (is_asked or step == last or _is_due(step, recipe.checkpoints.every, last)):
+        if checkpoints is not None and (
+            is_asked or step == last or _is_due(step, recipe.checkpoints.every, last)
+        ):
             saved = checkpoints.save(step, state, {"loss": loss})
     if checkpoints is not None:
         checkpoints.wait()
@@ -141,8 +161,14 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     """The rate of a step, counted from 0: up during warm-up, then down to the floor, where it stays."""
     schedule, highest = recipe.schedule, recipe.optimizer.lr
     length = schedule.decay_steps or recipe.steps
-    progress = min(1.0, max(0.0, (step - schedule.warmup) / max(1, length - schedule.warmup)))
-    shape = {"cosine": 0.5 + 0.5 * math.cos(math.pi * progress), "linear": 1 - progress, "constant": 1.0}[schedule.kind]
+    progress = min(
+        1.0, max(0.0, (step - schedule.warmup) / max(1, length - schedule.warmup))
+    )
+    shape = {
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }[schedule.kind]
     rise = min(1.0, (step + 1) / max(1, schedule.warmup))
     return highest * rise * (schedule.floor + (1 - schedule.floor) * shape)
 
@@ -154,17 +180,32 @@ def _is_due(step: int, every: int, last: int) -> bool:
 def _evaluated(job: Job, batches: int) -> float:
     """The mean loss on text that is never trained on."""
     with platform.no_grad():
-        losses = [job.loss(job.model, *job.held_out(number)).item() for number in range(batches)]
+        losses = [
+            job.loss(job.model, *job.held_out(number)).item()
+            for number in range(batches)
+        ]
     return float(sum(losses) / batches)
 
 
 def _optimizer(model: Any, wanted: Optimizer) -> Any:
     """Only matrices decay."""
-    parameters = [p for p in platform.parameters_dict(model).values() if platform.requires_grad(p)]
+    parameters = [
+        p for p in platform.parameters_dict(model).values() if platform.requires_grad(p)
+    ]
     decays = {True: wanted.weight_decay, False: 0.0}
-    cut = {flag: [p for p in parameters if (len(p.shape) > 1) == flag] for flag in decays}
-    groups = [{"params": cut[flag], "weight_decay": decay} for flag, decay in decays.items() if cut[flag]]
-    options = {"momentum": wanted.momentum} if wanted.kind == "sgd" else {"betas": wanted.betas, "eps": wanted.eps}
+    cut = {
+        flag: [p for p in parameters if (len(p.shape) > 1) == flag] for flag in decays
+    }
+    groups = [
+        {"params": cut[flag], "weight_decay": decay}
+        for flag, decay in decays.items()
+        if cut[flag]
+    ]
+    options = (
+        {"momentum": wanted.momentum}
+        if wanted.kind == "sgd"
+        else {"betas": wanted.betas, "eps": wanted.eps}
+    )
     return platform.new_optimizer(wanted.kind, groups, lr=wanted.lr, **options)
 
 
@@ -175,11 +216,14 @@ def _joined(recipe: Recipe) -> DeviceMesh | None:
     platform.init_process_group(timeout=recipe.communication.timeout)
     size = platform.get_world_size()
     if size != recipe.ranks:
-        told = (
-            f"dp={recipe.mesh_shape[0]} x tp={recipe.mesh_shape[1]} needs {recipe.ranks} ranks, but the job has {size}"
+        dp, tp = recipe.mesh_shape
+        message = (
+            f"dp={dp} x tp={tp} needs {recipe.ranks} ranks, but the job has {size}"
         )
-        raise RecipeError(recipe.path, [Problem("mesh", told)])
-    return init_device_mesh(platform.device_type(), recipe.mesh_shape, mesh_dim_names=("dp", "tp"))
+        raise RecipeError(recipe.path, [Problem("mesh", message)])
+    return init_device_mesh(
+        platform.device_type(), recipe.mesh_shape, mesh_dim_names=("dp", "tp")
+    )
 
 
 @contextmanager
@@ -201,7 +245,11 @@ def _recorded(recipe: Recipe, mesh: DeviceMesh | None) -> Iterator[None]:
 def _origin(recipe: Recipe, resume: str | Path | None) -> Path | None:
     """The checkpoint to go on from; None to begin."""
     if resume is None:
-        there = CheckpointManager(recipe.folder).latest() if recipe.folder is not None else None
+        there = (
+            CheckpointManager(recipe.folder).latest()
+            if recipe.folder is not None
+            else None
+        )
         if there is not None:
             told = f"{recipe.folder} has a checkpoint, {there.name}; go on with --resume auto, or take another folder"
             raise ResumeError(recipe.path, [Problem("folder", told)])
@@ -212,13 +260,22 @@ def _origin(recipe: Recipe, resume: str | Path | None) -> Path | None:
             raise ResumeError(recipe.path, [Problem("folder", told)])
         return CheckpointManager(recipe.folder).latest()
     folder = Path(resume)
-    found = folder if (folder / "checkpoint.json").is_file() else CheckpointManager(folder).latest()
+    found = (
+        folder
+        if (folder / "checkpoint.json").is_file()
+        else CheckpointManager(folder).latest()
+    )
     if found is None:
-        raise ResumeError(recipe.path, [Problem("--resume", f"there is no whole checkpoint in {folder}")])
+        raise ResumeError(
+            recipe.path,
+            [Problem("--resume", f"there is no whole checkpoint in {folder}")],
+        )
     return found
 
 
-def _resumed(recipe: Recipe, job: Job, origin: Path, state: dict[str, Any]) -> tuple[int, list[str]]:
+def _resumed(
+    recipe: Recipe, job: Job, origin: Path, state: dict[str, Any]
+) -> tuple[int, list[str]]:
     """Loads a checkpoint; the steps that were done, and what is not as it was."""
     objects = read_objects(origin)
     try:
@@ -233,13 +290,23 @@ def _resumed(recipe: Recipe, job: Job, origin: Path, state: dict[str, Any]) -> t
         told = f"{origin} has done {step} steps already; say more, such as steps={2 * step}"
         raise ResumeError(recipe.path, [Problem("steps", told)])
     # Generators are those of one framework.
-    randomness = {"random": RandomState()} if run["recipe"]["framework"] == recipe.framework else {}
+    randomness = (
+        {"random": RandomState()}
+        if run["recipe"]["framework"] == recipe.framework
+        else {}
+    )
     try:
         load({**state, **randomness}, checkpoint_id=origin)
     except CheckpointError as error:
-        raise ResumeError(recipe.path, [Problem("--resume", f"{origin} does not fit: {error}")]) from error
+        raise ResumeError(
+            recipe.path, [Problem("--resume", f"{origin} does not fit: {error}")]
+        ) from error
     before, now = _resolved(run["recipe"]), _resolved(recipe.values())
-    changes = [change for key in _DECIDES_LOSSES for change in _changes(key, before.get(key), now[key])]
+    changes = [
+        change
+        for key in _DECIDES_LOSSES
+        for change in _changes(key, before.get(key), now[key])
+    ]
     return step, changes
 
 
@@ -253,7 +320,9 @@ def _changes(key: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             yield from _changes(f"{key}.{name}", before.get(name), now.get(name))
-    elif (list(before) if isinstance(before, tuple) else before) != now and not key.startswith(_ONLY_PLACES):
+    elif (
+        list(before) if isinstance(before, tuple) else before
+    ) != now and not key.startswith(_ONLY_PLACES):
         yield f"{key} was {before!r} and is {now!r}"
 
 
@@ -266,7 +335,9 @@ _ONLY_PLACES = (
 )  # what they hold is compared
 
 
-def _tell_start(recipe: Recipe, report: Reporter, origin: Path | None, done: int, changes: list[str]) -> None:
+def _tell_start(
+    recipe: Recipe, report: Reporter, origin: Path | None, done: int, changes: list[str]
+) -> None:
     if origin is not None:
         report.tell(f"going on from {origin}, after step {done}")
         for change in changes:
@@ -278,5 +349,9 @@ def _tell_start(recipe: Recipe, report: Reporter, origin: Path | None, done: int
         else:
             processes = [os.getpid()]
         if platform.get_rank() == 0:
-            facts = {"processes": processes, "recipe": recipe.values(), "from_step": done}
+            facts = {
+                "processes": processes,
+                "recipe": recipe.values(),
+                "from_step": done,
+            }
             (recipe.folder / "run.json").write_text(json.dumps(facts, indent=1))

@@ -9,12 +9,26 @@ assert run_ranks(square_of_rank, 4, 2) == [0, 1, 4, 9]
 
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.testing.pool import RankError, close_ranks, on_ranks, preload, run_ranks
+from hyper_parallel.testing.pool import (
+    RankError,
+    close_ranks,
+    on_ranks,
+    preload,
+    run_ranks,
+)
 
 if TYPE_CHECKING:
     from hyper_parallel.testing.rules.check import check_rule, choices_of
 
-__all__ = ["RankError", "check_rule", "choices_of", "close_ranks", "on_ranks", "preload", "run_ranks"]
+__all__ = [
+    "RankError",
+    "check_rule",
+    "choices_of",
+    "close_ranks",
+    "on_ranks",
+    "preload",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

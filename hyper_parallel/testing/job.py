@@ -30,9 +30,16 @@ class Target:
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or "<" in name:
             raise ValueError(
-                coded("HP602", f"run_ranks: {name} must be a function at module level, so that the ranks can import it")
+                coded(
+                    "HP602",
+                    f"run_ranks: {name} must be a function at module level, so that the ranks can import it",
+                )
             )
-        return cls(function.__module__, str(Path(inspect.getfile(inspect.unwrap(function))).resolve()), name)
+        return cls(
+            function.__module__,
+            str(Path(inspect.getfile(inspect.unwrap(function))).resolve()),
+            name,
+        )
 
     def load(self) -> Callable[..., Any]:
         """The function itself, without the decorators that run it on ranks."""
@@ -75,7 +82,9 @@ class Outcome:
 
 
 def _module(name: str, file: str) -> Any:
-    if name == "__main__":  # the parent's script: its functions are wanted, not another run of it
+    if (
+        name == "__main__"
+    ):  # the parent's script: its functions are wanted, not another run of it
         name = "__ranks_main__"
     if name in sys.modules:
         return sys.modules[name]
@@ -83,6 +92,10 @@ def _module(name: str, file: str) -> Any:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         spec = None
-    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file):
+    if (
+        spec is not None
+        and spec.origin is not None
+        and Path(spec.origin).resolve() == Path(file)
+    ):
         return importlib.import_module(name)
     return import_file(file, name)  # a test module that pytest imported by its file

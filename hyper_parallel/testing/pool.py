@@ -35,7 +35,9 @@ from hyper_parallel.testing import worker
 from hyper_parallel.testing.job import Job, Outcome, Target
 
 LONGEST_RUN = 60.0  # seconds, unless the caller says
-LONGEST_IDLE = 5.0  # seconds in which no rank uses the processor: they wait for each other
+LONGEST_IDLE = (
+    5.0  # seconds in which no rank uses the processor: they wait for each other
+)
 LONGEST_BLINK = 0.5  # seconds between two looks at the ranks that count as watched
 IDLE_SHARE = 0.05  # of one core, for each rank: what threads that only wake up now and then may use
 GRACE = 2.0  # seconds for the other ranks to notice that one has failed
@@ -55,7 +57,11 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
     """Runs a module-level function on ``world_size`` ranks with a default process group; returns what each returned.
 
@@ -95,7 +101,12 @@ def close_ranks() -> None:
 
 def _pool(world_size: int) -> RankPool:
     if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(coded("HP602", f"run_ranks: world_size must be a positive int, got {world_size!r}"))
+        raise ValueError(
+            coded(
+                "HP602",
+                f"run_ranks: world_size must be a positive int, got {world_size!r}",
+            )
+        )
     return _pools.setdefault(world_size, RankPool(world_size))
 
 
@@ -109,7 +120,13 @@ class RankPool:
         self._store_port = 0
         self._logs: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
+    def run(
+        self,
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> list[Any]:
         """What the target returned on each rank, or a RankError."""
         __tracebackhide__ = True
         if not self._ranks or not all(rank.process.is_alive() for rank in self._ranks):
@@ -135,7 +152,9 @@ class RankPool:
         failed = sorted((o for o in outcomes.values() if o.headline), key=_blame)
         if not failed:
             return [outcomes[rank].value for rank in range(self.world_size)]
-        outputs = {rank.number: rank.log_since(log_starts[rank.number]) for rank in self._ranks}
+        outputs = {
+            rank.number: rank.log_since(log_starts[rank.number]) for rank in self._ranks
+        }
         if any(outcome.lost for outcome in failed):
             self.stop()
         raise _rank_error(target, self.world_size, failed, outputs)
@@ -147,7 +166,14 @@ class RankPool:
         activity = _Activity(idle)
         while len(outcomes) < self.world_size and not given_up:
             pending = [rank for rank in self._ranks if rank.number not in outcomes]
-            wait([w for rank in pending for w in (rank.connection, rank.process.sentinel)], timeout=0.1)
+            wait(
+                [
+                    w
+                    for rank in pending
+                    for w in (rank.connection, rank.process.sentinel)
+                ],
+                timeout=0.1,
+            )
             for rank in pending:
                 outcome = rank.outcome()
                 if outcome is not None:
@@ -162,7 +188,11 @@ class RankPool:
                 given_up = f"hung: no rank did anything for {idle:g} s"
         if any(outcome.headline for outcome in outcomes.values()):
             given_up = "was still waiting when another rank failed, and was stopped"
-        return outcomes | {rank.number: rank.hung(given_up) for rank in self._ranks if rank.number not in outcomes}
+        return outcomes | {
+            rank.number: rank.hung(given_up)
+            for rank in self._ranks
+            if rank.number not in outcomes
+        }
 
     def _start(self) -> None:
         self.stop()
@@ -170,7 +200,13 @@ class RankPool:
         context = _context(framework)
         self._logs = tempfile.TemporaryDirectory(prefix="hyper_parallel_ranks_")
         self._ranks = [
-            _Rank(context, number, self.world_size, framework, Path(self._logs.name) / f"rank{number}.log")
+            _Rank(
+                context,
+                number,
+                self.world_size,
+                framework,
+                Path(self._logs.name) / f"rank{number}.log",
+            )
             for number in range(self.world_size)
         ]
         ports = [rank.first_word() for rank in self._ranks]
@@ -193,7 +229,9 @@ class RankPool:
 class _Rank:
     """One rank process as the parent sees it."""
 
-    def __init__(self, context: Any, number: int, world_size: int, framework: str, log: Path) -> None:
+    def __init__(
+        self, context: Any, number: int, world_size: int, framework: str, log: Path
+    ) -> None:
         self.number = number
         self.log = log
         self.connection, child = context.Pipe()
@@ -204,7 +242,10 @@ class _Rank:
             name=f"rank{number}",
         )
         # MindSpore writes forty lines of warnings where a rank joins, unless GLOG_v says that errors are enough.
-        with warnings.catch_warnings(), _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOG_v="3"):
+        with (
+            warnings.catch_warnings(),
+            _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOG_v="3"),
+        ):
             self.process.start()
         child.close()
 
@@ -214,7 +255,12 @@ class _Rank:
                 return self.connection.recv()
         except EOFError:
             pass
-        raise RuntimeError(coded("HP602", f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}"))
+        raise RuntimeError(
+            coded(
+                "HP602",
+                f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}",
+            )
+        )
 
     def outcome(self) -> Outcome | None:
         """How the job ended here, None while it runs."""
@@ -230,8 +276,14 @@ class _Rank:
         if not ended:
             return None
         code = self.process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return Outcome(self.number, time.monotonic(), headline=f"died with {how}", lost=True)
+        how = (
+            f"signal {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exit code {code}"
+        )
+        return Outcome(
+            self.number, time.monotonic(), headline=f"died with {how}", lost=True
+        )
 
     def hung(self, headline: str) -> Outcome:
         """The outcome of a rank that is given up, with the place where it stands."""
@@ -243,8 +295,19 @@ class _Rank:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of the stack
         # What lies below the job is ours and says nothing.
-        stack = re.sub(r'  File "[^"]*worker\.py", line \d+ in _run\n(.*\n)*', "", self.log_since(start))
-        return Outcome(self.number, time.monotonic(), headline=headline, details=stack, lost=True, hung=True)
+        stack = re.sub(
+            r'  File "[^"]*worker\.py", line \d+ in _run\n(.*\n)*',
+            "",
+            self.log_since(start),
+        )
+        return Outcome(
+            self.number,
+            time.monotonic(),
+            headline=headline,
+            details=stack,
+            lost=True,
+            hung=True,
+        )
 
     def log_size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
@@ -266,7 +329,9 @@ class _Activity:
     def __init__(self, idle: float | None) -> None:
         self._idle = idle
         self._looked, self._watched = time.monotonic(), 0.0
-        self._samples: list[tuple[float, float]] = []  # (seconds that were watched, seconds that were used)
+        self._samples: list[
+            tuple[float, float]
+        ] = []  # (seconds that were watched, seconds that were used)
 
     def has_stopped(self, ranks: list[_Rank]) -> bool:
         """Whether these ranks have been idle for as long as is allowed."""
@@ -276,7 +341,11 @@ class _Activity:
         self._watched += min(self._looked - before, LONGEST_BLINK)
         used = sum(_processor_seconds(rank.process.pid) for rank in ranks)
         self._samples.append((self._watched, used))
-        earlier = [sample for sample in self._samples if self._watched - sample[0] >= self._idle]
+        earlier = [
+            sample
+            for sample in self._samples
+            if self._watched - sample[0] >= self._idle
+        ]
         if not earlier:
             return False
         self._samples = self._samples[len(earlier) - 1 :]
@@ -288,7 +357,9 @@ def _processor_seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+    return (int(fields[11]) + int(fields[12])) / os.sysconf(
+        "SC_CLK_TCK"
+    )  # utime and stime
 
 
 def _context(framework: str) -> Any:
@@ -297,7 +368,9 @@ def _context(framework: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server that the ranks are forked from.
     modules = ["hyper_parallel.testing.worker", f"hyper_parallel.platform.{framework}"]
-    context.set_forkserver_preload(modules + (["pytest"] if "pytest" in sys.modules else []) + _preloaded)
+    context.set_forkserver_preload(
+        modules + (["pytest"] if "pytest" in sys.modules else []) + _preloaded
+    )
     return context
 
 
@@ -305,7 +378,9 @@ class _environment:  # noqa: N801 - a context manager
     """Environment variables for the processes that are started inside, unless the user has set them."""
 
     def __init__(self, **variables: str) -> None:
-        self._variables = {name: value for name, value in variables.items() if name not in os.environ}
+        self._variables = {
+            name: value for name, value in variables.items() if name not in os.environ
+        }
 
     def __enter__(self) -> None:
         os.environ.update(self._variables)
@@ -315,10 +390,14 @@ class _environment:  # noqa: N801 - a context manager
             del os.environ[name]
 
 
-def _rank_error(target: Target, world_size: int, failed: list[Outcome], outputs: dict[int, str]) -> RankError:
+def _rank_error(
+    target: Target, world_size: int, failed: list[Outcome], outputs: dict[int, str]
+) -> RankError:
     first = failed[0]
     lines = [f"{target} on {world_size} ranks: rank {first.rank} {first.headline}"]
-    lines += [f"  then rank {other.rank} {_shortened(other.headline)}" for other in failed[1:]]
+    lines += [
+        f"  then rank {other.rank} {_shortened(other.headline)}" for other in failed[1:]
+    ]
     shown = [o for o in failed if o.details and (o is first or o.lost)]
     for outcome in shown:
         lines += [f"--- rank {outcome.rank}", outcome.details.rstrip()]
@@ -326,7 +405,8 @@ def _rank_error(target: Target, world_size: int, failed: list[Outcome], outputs:
     if output and not first.hung:
         lines += [f"--- what rank {first.rank} wrote", output]
     error = RankError(
-        coded("HP601", "\n".join([*lines, "---"])), {outcome.rank: outcome.headline for outcome in failed}
+        coded("HP601", "\n".join([*lines, "---"])),
+        {outcome.rank: outcome.headline for outcome in failed},
     )
     error.__cause__ = first.error
     return error

@@ -26,7 +26,9 @@ from hyper_parallel.testing.job import Job, Outcome
 from hyper_parallel.testing.parent import end_with_parent
 
 
-def main(connection: Connection, rank: int, world_size: int, framework: str, log: str) -> None:
+def main(
+    connection: Connection, rank: int, world_size: int, framework: str, log: str
+) -> None:
     """Serves jobs until the parent closes the connection or ends."""
     _redirect_output(log)
     os.environ[HYPER_PARALLEL_PLATFORM] = framework
@@ -44,7 +46,9 @@ def main(connection: Connection, rank: int, world_size: int, framework: str, log
         connection.send_bytes(_packed(outcome))
 
 
-def _run(payload: bytes, platform: Platform, rank: int, world_size: int, store: Any) -> tuple[Outcome, Any]:
+def _run(
+    payload: bytes, platform: Platform, rank: int, world_size: int, store: Any
+) -> tuple[Outcome, Any]:
     try:
         job: Job = pickle.loads(payload)  # noqa: S301 - from our own parent process
         store = store or platform.new_store(job.store_port, is_master=False)
@@ -74,7 +78,13 @@ def _failed(rank: int, error: BaseException) -> Outcome:
     details = "".join(traceback.format_list(own)) + headline
     if error.__cause__ is not None:
         details += f"\ncaused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}"
-    return Outcome(rank, time.monotonic(), headline=f"raised {headline}", details=details, error=error)
+    return Outcome(
+        rank,
+        time.monotonic(),
+        headline=f"raised {headline}",
+        details=details,
+        error=error,
+    )
 
 
 def _packed(outcome: Outcome) -> bytes:
@@ -84,9 +94,18 @@ def _packed(outcome: Outcome) -> bytes:
         pickle.loads(packed)  # noqa: S301 - an exception with arguments of its own may fail only here
     except Exception as error:  # noqa: BLE001 - user values may fail to pickle in any way
         if outcome.headline:
-            return pickle.dumps(Outcome(outcome.rank, outcome.when, headline=outcome.headline, details=outcome.details))
+            return pickle.dumps(
+                Outcome(
+                    outcome.rank,
+                    outcome.when,
+                    headline=outcome.headline,
+                    details=outcome.details,
+                )
+            )
         why = f"returned {type(outcome.value).__name__}, which cannot be sent back: {error}"
-        return pickle.dumps(Outcome(outcome.rank, outcome.when, headline=why, details=why))
+        return pickle.dumps(
+            Outcome(outcome.rank, outcome.when, headline=why, details=why)
+        )
     return packed
 
 

@@ -12,7 +12,9 @@ __all__ = ["Difference", "Parting", "Report", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "verify":  # it knows tensors: asking for it chooses the framework and imports it
+    if (
+        name == "verify"
+    ):  # it knows tensors: asking for it chooses the framework and imports it
         from hyper_parallel.verification.api import verify
 
         return verify

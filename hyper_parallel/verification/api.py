@@ -17,7 +17,11 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard.sharding_plan import matching
-from hyper_parallel.core.tensor_parallel import ParallelStyle, parallelize_module, replicate
+from hyper_parallel.core.tensor_parallel import (
+    ParallelStyle,
+    parallelize_module,
+    replicate,
+)
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.caller import raising_line, users_line
 from hyper_parallel.platform.error_codes import coded
@@ -31,7 +35,12 @@ from hyper_parallel.verification.typed_in import TypedIn, is_typed_in
 
 platform = get_platform()
 
-Plan = Mapping[str, ParallelStyle] | ParallelStyle | Callable[[Any, DeviceMesh], Any] | None
+Plan = (
+    Mapping[str, ParallelStyle]
+    | ParallelStyle
+    | Callable[[Any, DeviceMesh], Any]
+    | None
+)
 
 
 def verify(
@@ -68,14 +77,20 @@ def verify(
 
 
 def compare(
-    plain: Callable[[], Task], parallel: Callable[[], Task], mesh: DeviceMesh, seed: int, tolerance: float | None
+    plain: Callable[[], Task],
+    parallel: Callable[[], Task],
+    mesh: DeviceMesh,
+    seed: int,
+    tolerance: float | None,
 ) -> Report:
     """Does the steps of both tasks on this rank, all of whose mesh call this together."""
     with generators_kept():
         seed_all(seed)
         truth = run(plain(), seed)
         if truth.error is not None:
-            raise _of_plain_model(truth.error, truth.trace.running[-1][0] if truth.trace.running else "")
+            raise _of_plain_model(
+                truth.error, truth.trace.running[-1][0] if truth.trace.running else ""
+            )
         seed_all(seed)
         task = parallel()
         done: list[int] = []  # how many collectives there were when forward ended
@@ -90,7 +105,11 @@ def compare(
     # Not every framework tells that backward runs; and the line that called this says nothing of a collective.
     start, here = done[0] if done else len(ledger.entries), users_line()
     ledger.entries[:] = [
-        replace(entry, backward=number >= start, line="" if entry.line == here else entry.line)
+        replace(
+            entry,
+            backward=number >= start,
+            line="" if entry.line == here else entry.line,
+        )
         for number, entry in enumerate(ledger.entries)
     ]
     return judge(truth, mine, mesh, ledger, tolerance, task.gap)
@@ -102,7 +121,12 @@ def _of_plain_model(error: Exception, module: str) -> RuntimeError:
     if line:
         where += f", at {line}"
     kind = type(error).__name__
-    found = RuntimeError(coded("HP712", f"verify: the plain model, on one process, raised {kind} in {where}: {error}"))
+    found = RuntimeError(
+        coded(
+            "HP712",
+            f"verify: the plain model, on one process, raised {kind} in {where}: {error}",
+        )
+    )
     found.__cause__ = error
     return found
 
@@ -112,13 +136,26 @@ def _of_plain_model(error: Exception, module: str) -> RuntimeError:
 
 def axes_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
     """The axes that "dp=2,tp=2" or a mapping names."""
-    pairs = [part.split("=") for part in mesh.split(",")] if isinstance(mesh, str) else list(mesh.items())
+    pairs = (
+        [part.split("=") for part in mesh.split(",")]
+        if isinstance(mesh, str)
+        else list(mesh.items())
+    )
     try:
         axes = {str(name).strip(): int(size) for name, size in pairs}
     except ValueError:
         axes = {}
-    if not axes or len(axes) != len(pairs) or any(not name or size < 1 for name, size in axes.items()):
-        raise ValueError(coded("HP710", f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}"))
+    if (
+        not axes
+        or len(axes) != len(pairs)
+        or any(not name or size < 1 for name, size in axes.items())
+    ):
+        raise ValueError(
+            coded(
+                "HP710",
+                f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}",
+            )
+        )
     return axes
 
 
@@ -129,25 +166,44 @@ def joined(count: int) -> bool:
         platform.init_process_group()
     size = platform.get_world_size()
     if size not in (1, count):
-        raise ValueError(coded("HP710", f"verify: the mesh has {count} ranks, but the job that runs has {size}"))
+        raise ValueError(
+            coded(
+                "HP710",
+                f"verify: the mesh has {count} ranks, but the job that runs has {size}",
+            )
+        )
     return size > 1
 
 
-def on_new_ranks(function: Callable[..., Report], axes: Mapping[str, int], arguments: Any, timeout: float) -> Report:
+def on_new_ranks(
+    function: Callable[..., Report],
+    axes: Mapping[str, int],
+    arguments: Any,
+    timeout: float,
+) -> Report:
     """What the ranks of a job of its own report: the one that is to blame, else the first."""
-    reports = run_ranks(function, math.prod(axes.values()), axes, arguments, timeout=timeout)
+    reports = run_ranks(
+        function, math.prod(axes.values()), axes, arguments, timeout=timeout
+    )
     consequence = CommunicationError.__name__
-    found: Report = min(reports, key=lambda report: (not report.error, f": {consequence}: " in report.error))
+    found: Report = min(
+        reports,
+        key=lambda report: (not report.error, f": {consequence}: " in report.error),
+    )
     return found
 
 
 def mesh_of(axes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks of the job that runs."""
-    return init_device_mesh(platform.device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh(
+        platform.device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes)
+    )
 
 
 def _on_axes(axes: Mapping[str, int], arguments: Sequence[Any]) -> Report:
-    loaded: list[Any] = [one.load() if isinstance(one, (Target, TypedIn)) else one for one in arguments]
+    loaded: list[Any] = [
+        one.load() if isinstance(one, (Target, TypedIn)) else one for one in arguments
+    ]
     return _on_mesh(mesh_of(axes), *loaded)
 
 
@@ -160,7 +216,11 @@ def _sent(argument: Any) -> Any:
     try:
         if inspect.isfunction(argument):
             return Target.of(argument)
-        return Target(argument.__module__, str(Path(inspect.getfile(argument)).resolve()), argument.__qualname__)
+        return Target(
+            argument.__module__,
+            str(Path(inspect.getfile(argument)).resolve()),
+            argument.__qualname__,
+        )
     except (OSError, TypeError, ValueError) as error:  # what was typed in is in no file
         raise ValueError(
             coded(
@@ -191,7 +251,10 @@ def _on_mesh(
 
     def whole() -> tuple[Any, ...]:
         made = batch() if callable(batch) else batch
-        tensors = platform.tree_map(lambda x: platform.tensor(x) if hasattr(x, "__array_interface__") else x, made)
+        tensors = platform.tree_map(
+            lambda x: platform.tensor(x) if hasattr(x, "__array_interface__") else x,
+            made,
+        )
         return tensors if isinstance(tensors, tuple) else (tensors,)
 
     def plain() -> Task:
@@ -201,7 +264,12 @@ def _on_mesh(
         made = make_model()
         gap = _unmatched(made, plan)
         model = _with_data(_put(made, plan, mesh, data, batch_dim))
-        return Task(model, whole() if data is None else _part(whole(), mesh, data, batch_dim), loss, gap)
+        return Task(
+            model,
+            whole() if data is None else _part(whole(), mesh, data, batch_dim),
+            loss,
+            gap,
+        )
 
     return compare(plain, parallel, mesh, seed, tolerance)
 
@@ -227,7 +295,9 @@ def _with_data(model: Any) -> Any:
     return model
 
 
-def _put(model: Any, plan: Plan, mesh: DeviceMesh, data: str | None, batch_dim: int) -> Any:
+def _put(
+    model: Any, plan: Plan, mesh: DeviceMesh, data: str | None, batch_dim: int
+) -> Any:
     if plan is not None and not isinstance(plan, (Mapping, ParallelStyle)):
         made = plan(model, mesh)
         return model if made is None else made
@@ -245,7 +315,9 @@ def _put(model: Any, plan: Plan, mesh: DeviceMesh, data: str | None, batch_dim: 
     return model if data is None else replicate(model, mesh[data], batch_dim=batch_dim)
 
 
-def _part(batch: tuple[Any, ...], mesh: DeviceMesh, data: str, dim: int) -> tuple[Any, ...]:
+def _part(
+    batch: tuple[Any, ...], mesh: DeviceMesh, data: str, dim: int
+) -> tuple[Any, ...]:
     """This rank's part of a batch."""
     ranks, place = mesh.size(data), mesh.get_local_rank(data)
 

@@ -18,7 +18,12 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Placement,
+    Replicate,
+    Shard,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.verification.report import Difference
 from hyper_parallel.verification.trace import Value
@@ -41,29 +46,40 @@ class Comparison:
     """Compares tensors on one rank of a mesh. ``sections``: those of the model's fused projections."""
 
     def __init__(
-        self, mesh: DeviceMesh, tolerance: float | None = None, sections: Sequence[tuple[int, ...]] = ()
+        self,
+        mesh: DeviceMesh,
+        tolerance: float | None = None,
+        sections: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.mesh = mesh
         self.rank = mesh.rank
         self._tolerance = tolerance
         self._sections = tuple(sections)
 
-    def difference(self, kind: str, name: str, truth: Value, mine: Value, scale: float) -> Difference:
+    def difference(
+        self, kind: str, name: str, truth: Value, mine: Value, scale: float
+    ) -> Difference:
         """Of a whole tensor and what this rank has of its twin; ``scale`` is the size of what stands beside it."""
         own = largest(truth.array)
         allowed = self._allowed(mine.dtype, max(own, SMALL * scale))
         found, note = self._distance(truth, mine)
         return Difference(kind, name, found, own, allowed, self.rank, note)
 
-    def missing(self, kind: str, name: str, there: Value, scale: float, note: str) -> Difference:
+    def missing(
+        self, kind: str, name: str, there: Value, scale: float, note: str
+    ) -> Difference:
         """Of a tensor that has no twin; zeros are none."""
         own, allowed = largest(there.array), self._allowed(there.dtype, SMALL * scale)
-        return Difference(kind, name, own, own, allowed, self.rank, note if own > allowed else "")
+        return Difference(
+            kind, name, own, own, allowed, self.rank, note if own > allowed else ""
+        )
 
     def _allowed(self, dtype: str, scale: float) -> float:
         exact = dtype.rpartition(".")[2].lower() not in TOLERANCES
         tolerance = (
-            TOLERANCES.get(dtype.rpartition(".")[2].lower(), 0.0) if self._tolerance is None else self._tolerance
+            TOLERANCES.get(dtype.rpartition(".")[2].lower(), 0.0)
+            if self._tolerance is None
+            else self._tolerance
         )
         return 0.0 if exact else scale * tolerance
 
@@ -75,7 +91,10 @@ class Comparison:
                 return math.inf, f"its shape is {mine.shape}, expected {shape}"
             if mine.pending is not None:
                 with platform.no_grad():
-                    return _far(truth.array, platform.tensor_to_numpy(mine.pending.full_tensor())), ""
+                    return _far(
+                        truth.array,
+                        platform.tensor_to_numpy(mine.pending.full_tensor()),
+                    ), ""
             return _far(_part_of(mine.layout, whole), mine.array), ""
         layouts = _layouts(self.mesh, shape, mine.shape, self._sections)
         if not layouts:
@@ -103,13 +122,18 @@ def _far(true: Any, mine: Any) -> float:
 
 def largest(array: Any) -> float:
     """The largest finite magnitude."""
-    magnitudes = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
+    magnitudes = np.abs(
+        array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+    )
     return float(np.where(np.isfinite(magnitudes), magnitudes, 0.0).max(initial=0.0))
 
 
 @lru_cache(maxsize=4096)
 def _layouts(
-    mesh: DeviceMesh, shape: tuple[int, ...], local: tuple[int, ...], sections: tuple[tuple[int, ...], ...]
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    sections: tuple[tuple[int, ...], ...],
 ) -> tuple[Layout, ...]:
     """The layouts in which this rank has that much of a tensor."""
     if len(shape) != len(local):
@@ -117,7 +141,12 @@ def _layouts(
     found = []
     for placements in itertools.product(_placements(shape, sections), repeat=mesh.ndim):
         fused = [p.dim for p in placements if isinstance(p, FusedShard)]
-        if len(fused) > 1 or any(p.is_shard(dim) for dim in fused for p in placements if not isinstance(p, FusedShard)):
+        if len(fused) > 1 or any(
+            p.is_shard(dim)
+            for dim in fused
+            for p in placements
+            if not isinstance(p, FusedShard)
+        ):
             continue
         layout = Layout.from_device_mesh(mesh)(list(placements)).bind(len(shape))
         if layout.local_shape(shape) == local:
@@ -125,7 +154,9 @@ def _layouts(
     return tuple(found)
 
 
-def _placements(shape: tuple[int, ...], sections: tuple[tuple[int, ...], ...]) -> Iterator[Placement]:
+def _placements(
+    shape: tuple[int, ...], sections: tuple[tuple[int, ...], ...]
+) -> Iterator[Placement]:
     yield Replicate()
     for dim, size in enumerate(shape):
         yield Shard(dim)

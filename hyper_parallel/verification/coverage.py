@@ -20,13 +20,19 @@ from hyper_parallel.verification.trace import Event, Value
 MOST_NAMED = 3
 
 
-def find_gaps(truth: Step, mine: Step, mesh: DeviceMesh, ledger: CommunicationLedger) -> Iterator[str]:
+def find_gaps(
+    truth: Step, mine: Step, mesh: DeviceMesh, ledger: CommunicationLedger
+) -> Iterator[str]:
     """Why this rank's two steps say nothing about the plan, a sentence each."""
     yield from _not_finite(truth, "one process")
     yield from _not_finite(mine, "the mesh")
     if not truth.gradients and not mine.gradients:
         yield "no gradient was compared: no parameter has one, in either step"
-    is_parallel = mesh.size() == 1 or bool(ledger.entries) or any(value.layout is not None for value in _values(mine))
+    is_parallel = (
+        mesh.size() == 1
+        or bool(ledger.entries)
+        or any(value.layout is not None for value in _values(mine))
+    )
     if not is_parallel:
         yield "nothing was distributed: the step on the mesh has no distributed tensor and no collective"
 
@@ -38,7 +44,9 @@ def _not_finite(step: Step, where: str) -> Iterator[str]:
     outputs = [event for event in step.trace.events if event.place == "output"]
     if any(not event.module and not _all_finite(event.values) for event in outputs):
         named.append("the output of the model")
-    gradients = [name for name, value in step.gradients.items() if not is_finite(value.array)]
+    gradients = [
+        name for name, value in step.gradients.items() if not is_finite(value.array)
+    ]
     if gradients:
         named.append(_told_gradients(gradients, step.gradients))
     if named:
@@ -62,7 +70,9 @@ def _first_module(events: Iterable[Event]) -> str:
         if event.place == "input":
             inputs[event.module, event.call] = finite
         elif not finite and inputs.get((event.module, event.call), False):
-            module = f"module {event.module!r}" if event.module else "the model's own code"
+            module = (
+                f"module {event.module!r}" if event.module else "the model's own code"
+            )
             return f"; first in {module}"
     return ""
 
@@ -84,5 +94,7 @@ def is_finite(array: Any) -> bool:
     """Whether every number is."""
     if array.dtype.kind in "biu":
         return True
-    wide = array if array.dtype.kind in "fc" else array.astype(np.float64)  # such as bfloat16, which is none of numpy's
+    wide = (
+        array if array.dtype.kind in "fc" else array.astype(np.float64)
+    )  # such as bfloat16, which is none of numpy's
     return bool(np.isfinite(wide).all())

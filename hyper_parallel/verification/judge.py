@@ -26,7 +26,12 @@ FLOAT32_SIZE = 1e-5
 
 
 def judge(
-    truth: Step, mine: Step, mesh: DeviceMesh, ledger: CommunicationLedger, tolerance: float | None, gap: str = ""
+    truth: Step,
+    mine: Step,
+    mesh: DeviceMesh,
+    ledger: CommunicationLedger,
+    tolerance: float | None,
+    gap: str = "",
 ) -> Report:
     """The report of this rank and, unless the step raised an error, of all others.
 
@@ -40,26 +45,43 @@ def judge(
 
 
 class _Judged:
-    def __init__(self, truth: Step, mine: Step, mesh: DeviceMesh, tolerance: float | None) -> None:
+    def __init__(
+        self, truth: Step, mine: Step, mesh: DeviceMesh, tolerance: float | None
+    ) -> None:
         self.truth, self.mine, self.mesh, self.tolerance = truth, mine, mesh, tolerance
-        placements = (p for v in mine.parameters.values() if v.layout is not None for p in v.layout.placements)
-        sections = dict.fromkeys(p.sections for p in placements if isinstance(p, FusedShard))
+        placements = (
+            p
+            for v in mine.parameters.values()
+            if v.layout is not None
+            for p in v.layout.placements
+        )
+        sections = dict.fromkeys(
+            p.sections for p in placements if isinstance(p, FusedShard)
+        )
         self.compare = Comparison(mesh, tolerance, tuple(sections))
 
     # --- the reports
 
-    def report(self, ledger: CommunicationLedger, known_gaps: tuple[str, ...]) -> Report:
+    def report(
+        self, ledger: CommunicationLedger, known_gaps: tuple[str, ...]
+    ) -> Report:
         own_gaps = find_gaps(self.truth, self.mine, self.mesh, ledger)
-        everyone = self._everyones((tuple(self._differences()), (*known_gaps, *own_gaps)))
+        everyone = self._everyones(
+            (tuple(self._differences()), (*known_gaps, *own_gaps))
+        )
         found = _worst([differences for differences, _ in everyone])
         gaps = tuple(dict.fromkeys(gap for _, of_rank in everyone for gap in of_rank))
         notes: tuple[str, ...] = ()
         first = None
-        if gaps or not all(one.is_rounding for one in found):  # what is nan hides what went wrong before it
+        if gaps or not all(
+            one.is_rounding for one in found
+        ):  # what is nan hides what went wrong before it
             told = self._everyones(tuple(event.key for event in self.mine.trace.events))
             alike = all(one == told[0] for one in told)
             if not alike:
-                notes += ("the ranks ran different modules; what was pending a reduction is not compared",)
+                notes += (
+                    "the ranks ran different modules; what was pending a reduction is not compared",
+                )
             everyones = self._everyones(self._first_event(reduce_pending=alike))
             numbered = [one for one in everyones if one is not None]
             earliest = min(numbered, key=lambda one: one[0])[1] if numbered else None
@@ -67,19 +89,40 @@ class _Judged:
             notes += tuple(self._about_random_numbers())
             notes += tuple(self._about_float32(found))
         losses = self._loss(), self._true_loss()
-        return Report(self._mesh_text(), *losses, found, first, gaps=gaps, notes=notes, ledger=ledger)
+        return Report(
+            self._mesh_text(),
+            *losses,
+            found,
+            first,
+            gaps=gaps,
+            notes=notes,
+            ledger=ledger,
+        )
 
     def report_of_error(self, error: Exception, ledger: CommunicationLedger) -> Report:
         told = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
         parted = self._first_event(reduce_pending=False)
-        module, call = self.mine.trace.running[-1] if self.mine.trace.running else ("", 1)
-        first = Parting(module, "error", f"{type(error).__name__}: {error}".splitlines()[0], call)
+        module, call = (
+            self.mine.trace.running[-1] if self.mine.trace.running else ("", 1)
+        )
+        first = Parting(
+            module, "error", f"{type(error).__name__}: {error}".splitlines()[0], call
+        )
         line = raising_line(error)
         notes: tuple[str, ...] = (f"it was raised at {line}",) if line else ()
         if parted is not None:
             notes += (f"before that they part already: {parted[1]}",)
         found = tuple(one for one in self._initial() if not one.is_rounding)
-        return Report(self._mesh_text(), math.nan, self._true_loss(), found, first, told, notes, ledger=ledger)
+        return Report(
+            self._mesh_text(),
+            math.nan,
+            self._true_loss(),
+            found,
+            first,
+            told,
+            notes,
+            ledger=ledger,
+        )
 
     def _everyones(self, found: Any) -> list[Any]:
         """What every rank of the mesh has found."""
@@ -90,14 +133,20 @@ class _Judged:
         return everyone
 
     def _mesh_text(self) -> str:
-        names = self.mesh.mesh_dim_names or tuple(f"axis {i}" for i in range(self.mesh.ndim))
+        names = self.mesh.mesh_dim_names or tuple(
+            f"axis {i}" for i in range(self.mesh.ndim)
+        )
         return f"mesh {', '.join(f'{name}={size}' for name, size in zip(names, self.mesh.mesh_shape, strict=True))}"
 
     def _loss(self) -> float:
         value = self.mine.loss
         assert value is not None
         with platform.no_grad():
-            array = value.array if value.pending is None else platform.tensor_to_numpy(value.pending.full_tensor())
+            array = (
+                value.array
+                if value.pending is None
+                else platform.tensor_to_numpy(value.pending.full_tensor())
+            )
         return float(array.reshape(-1)[0])
 
     def _true_loss(self) -> float:
@@ -109,25 +158,45 @@ class _Judged:
     def _differences(self) -> Iterator[Difference]:
         assert self.mine.loss is not None
         assert self.truth.loss is not None
-        yield from (one for one in self._initial() if not one.is_rounding)  # said only where it is the cause
-        yield self.compare.difference("loss", "loss", self.truth.loss, self.mine.loss, scale=1.0)
-        size = max((largest(one.array) for one in self.truth.gradients.values()), default=0.0)
-        yield from self._paired("gradient", self.truth.gradients, self.mine.gradients, size)
+        yield from (
+            one for one in self._initial() if not one.is_rounding
+        )  # said only where it is the cause
+        yield self.compare.difference(
+            "loss", "loss", self.truth.loss, self.mine.loss, scale=1.0
+        )
+        size = max(
+            (largest(one.array) for one in self.truth.gradients.values()), default=0.0
+        )
+        yield from self._paired(
+            "gradient", self.truth.gradients, self.mine.gradients, size
+        )
         yield from self._paired("buffer", self.truth.buffers, self.mine.buffers, 1.0)
 
     def _initial(self) -> Iterator[Difference]:
-        yield from self._paired("parameter", self.truth.parameters, self.mine.parameters, 1.0)
+        yield from self._paired(
+            "parameter", self.truth.parameters, self.mine.parameters, 1.0
+        )
 
     def _paired(
-        self, kind: str, truth: Mapping[str, Value], mine: Mapping[str, Value], scale: float
+        self,
+        kind: str,
+        truth: Mapping[str, Value],
+        mine: Mapping[str, Value],
+        scale: float,
     ) -> Iterator[Difference]:
         for name in dict.fromkeys((*truth, *mine)):
             if name in truth and name in mine:
-                yield self.compare.difference(kind, name, truth[name], mine[name], scale)
+                yield self.compare.difference(
+                    kind, name, truth[name], mine[name], scale
+                )
             else:
                 where = "the mesh" if name in truth else "one process"
                 yield self.compare.missing(
-                    kind, name, truth.get(name) or mine[name], scale, f"there is none on {where}"
+                    kind,
+                    name,
+                    truth.get(name) or mine[name],
+                    scale,
+                    f"there is none on {where}",
                 )
 
     # --- where they part
@@ -139,7 +208,9 @@ class _Judged:
             twin = true.get(event.key)
             if twin is None:  # the plan has put a module of its own there
                 continue
-            wrong = self._parted(twin, event, reduce_pending)  # on every rank for every event: it may communicate
+            wrong = self._parted(
+                twin, event, reduce_pending
+            )  # on every rank for every event: it may communicate
             if wrong is not None and found is None:
                 found = number, _parting(event, wrong)
         return found
@@ -148,10 +219,14 @@ class _Judged:
         if len(true.values) != len(mine.values):
             return f"it has {len(mine.values)} tensors, expected {len(true.values)}"
         parted = None
-        for number, (one, other) in enumerate(zip(true.values, mine.values, strict=True)):
+        for number, (one, other) in enumerate(
+            zip(true.values, mine.values, strict=True)
+        ):
             if other.pending is not None and not reduce_pending:
                 continue
-            difference = self.compare.difference(mine.place, mine.module, one, other, scale=1.0)
+            difference = self.compare.difference(
+                mine.place, mine.module, one, other, scale=1.0
+            )
             if not difference.is_rounding and parted is None:
                 which = f"tensor {number} " if len(true.values) > 1 else ""
                 parted = f"{which}{difference}"
@@ -164,16 +239,27 @@ class _Judged:
             return Parting("", "loss", str(wrong["loss", "loss"]))
         for name in self._backward_order():
             if ("gradient", name) in wrong:
-                return Parting(_owner(name), "gradient", str(wrong["gradient", name]), parameter=name)
+                return Parting(
+                    _owner(name),
+                    "gradient",
+                    str(wrong["gradient", name]),
+                    parameter=name,
+                )
         for (_, name), one in wrong.items():
             return Parting(_owner(name), "output", f"buffer {name!r} {one}")
         return None
 
     def _backward_order(self) -> list[str]:
         """The parameters, that of the module which ended last first."""
-        ends = {event.module: n for n, event in enumerate(self.truth.trace.events) if event.place == "output"}
+        ends = {
+            event.module: n
+            for n, event in enumerate(self.truth.trace.events)
+            if event.place == "output"
+        }
         order = list(self.truth.parameters)
-        return sorted(order, key=lambda name: (-ends.get(_owner(name), -1), -order.index(name)))
+        return sorted(
+            order, key=lambda name: (-ends.get(_owner(name), -1), -order.index(name))
+        )
 
     def _about_random_numbers(self) -> Iterator[str]:
         if self.truth.drew and self.mine.random != self.truth.random:
@@ -185,9 +271,16 @@ class _Judged:
     def _about_float32(self, found: Sequence[Difference]) -> Iterator[str]:
         """A hint where all that is wrong is float64 by its dtype and float32 by its size."""
         wrong = [one for one in found if not one.is_rounding]
-        if not wrong or self.tolerance is not None or any(self._dtype(one) != "float64" for one in wrong):
+        if (
+            not wrong
+            or self.tolerance is not None
+            or any(self._dtype(one) != "float64" for one in wrong)
+        ):
             return
-        worst = max(one.largest / one.allowed if one.allowed else math.inf for one in wrong) * TOLERANCES["float64"]
+        worst = (
+            max(one.largest / one.allowed if one.allowed else math.inf for one in wrong)
+            * TOLERANCES["float64"]
+        )
         if worst <= FLOAT32_SIZE:
             tolerance = next(size for size in (1e-6, FLOAT32_SIZE) if worst <= size)
             yield (
@@ -206,14 +299,22 @@ class _Judged:
 
 
 def _before_the_step(found: Iterable[Difference]) -> Parting | None:
-    wrong = next((one for one in found if one.kind == "parameter" and not one.is_rounding), None)
-    return None if wrong is None else Parting(_owner(wrong.name), "parameter", str(wrong), parameter=wrong.name)
+    wrong = next(
+        (one for one in found if one.kind == "parameter" and not one.is_rounding), None
+    )
+    return (
+        None
+        if wrong is None
+        else Parting(_owner(wrong.name), "parameter", str(wrong), parameter=wrong.name)
+    )
 
 
 def _parting(event: Event, wrong: str) -> Parting:
     if event.place == "output":
         return Parting(event.module, "output", wrong, event.call)
-    return Parting(event.within or "", "input", wrong, event.call, event.module or "the model")
+    return Parting(
+        event.within or "", "input", wrong, event.call, event.module or "the model"
+    )
 
 
 def _owner(parameter: str) -> str:

@@ -22,7 +22,12 @@ MULTIPLYING = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropou
 def dropout_of_one_device() -> Iterator[None]:
     """A context in which dropout of a distributed tensor drops what it would drop of the whole on one device."""
     usual = {name: OPERATORS[name] for name in MULTIPLYING if name in OPERATORS}
-    _put({name: replace(op, rule=None, local=None, handler=_dropping(name)) for name, op in usual.items()})
+    _put(
+        {
+            name: replace(op, rule=None, local=None, handler=_dropping(name))
+            for name, op in usual.items()
+        }
+    )
     try:
         yield
     finally:
@@ -40,7 +45,9 @@ def _dropping(name: str) -> Callable[..., Any]:
         if not training or p == 0:
             return input
         ones = platform.ones(tuple(input.shape), dtype=input.dtype, device=input.device)
-        kept = platform.operator(name)(ones, p, True)  # every rank draws the same: all were seeded alike
+        kept = platform.operator(name)(
+            ones, p, True
+        )  # every rank draws the same: all were seeded alike
         return input * replicated(kept, input)
 
     return drop

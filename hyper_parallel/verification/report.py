@@ -83,8 +83,12 @@ class Report:
     first: Parting | None = None
     error: str = ""
     notes: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()  # why it says nothing about the plan, or not about all of it
-    ledger: Any = field(default=None, compare=False)  # the CommunicationLedger of this rank's step
+    gaps: tuple[
+        str, ...
+    ] = ()  # why it says nothing about the plan, or not about all of it
+    ledger: Any = field(
+        default=None, compare=False
+    )  # the CommunicationLedger of this rank's step
 
     @property
     def ok(self) -> bool:
@@ -115,18 +119,33 @@ class Report:
 
     def table(self) -> str:
         """Everything that was compared, the largest differences first."""
-        rows: list[tuple[str, ...]] = [("what", "name", "largest difference", "largest value", "allowed", "")]
+        rows: list[tuple[str, ...]] = [
+            ("what", "name", "largest difference", "largest value", "allowed", "")
+        ]
         for one in sorted(self.differences, key=_by_size):
-            numbers = (f"{value:.3g}" for value in (one.largest, one.scale, one.allowed))
-            rows.append((one.kind, one.name, *numbers, "" if one.is_rounding else one.note or "WRONG"))
+            numbers = (
+                f"{value:.3g}" for value in (one.largest, one.scale, one.allowed)
+            )
+            rows.append(
+                (
+                    one.kind,
+                    one.name,
+                    *numbers,
+                    "" if one.is_rounding else one.note or "WRONG",
+                )
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join("  ".join(map(str.ljust, row, (*widths, 0))).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(map(str.ljust, row, (*widths, 0))).rstrip() for row in rows
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        verdict = "is NOT" if self.differs else "was NOT SHOWN to be" if self.gaps else "is"
+        verdict = (
+            "is NOT" if self.differs else "was NOT SHOWN to be" if self.gaps else "is"
+        )
         yield f"one step on {self.mesh} {verdict} that of one process"
         yield from (f"not tested  {gap}" for gap in self.gaps)
         if self.error:
@@ -152,11 +171,15 @@ class Report:
         both = []
         for way, backward in (("forward", False), ("backward", True)):
             counts = self.ledger.counts(backward=backward)
-            told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+            told = (
+                ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+            )
             both.append(f"{way}: {told}")
         return f"{'; '.join(both)}; {self.ledger.nbytes()} bytes a rank"
 
 
 def _by_size(one: Difference) -> float:
     """Sorts the worst first: by how much of what is allowed is used."""
-    return -(one.largest / one.allowed if one.allowed else math.inf if one.largest else 0.0)
+    return -(
+        one.largest / one.allowed if one.allowed else math.inf if one.largest else 0.0
+    )

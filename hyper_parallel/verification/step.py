@@ -44,14 +44,19 @@ class Step:
 def run(task: Task, seed: int) -> Step:
     """One step, in which everything is drawn from one seed."""
     step = Step(Trace(task.model))
-    step.parameters = {name: Value.of(one) for name, one in platform.parameters_dict(task.model).items()}
+    step.parameters = {
+        name: Value.of(one)
+        for name, one in platform.parameters_dict(task.model).items()
+    }
     seed_all(seed)
     try:
         gradients = _gradients(task.model, lambda: _forward(task, step))
     except Exception as error:  # noqa: BLE001 - whatever the model raises is what was found
         step.error = error
         return step
-    step.gradients = {name: Value.of(one) for name, one in gradients.items() if one is not None}
+    step.gradients = {
+        name: Value.of(one) for name, one in gradients.items() if one is not None
+    }
     step.buffers = {name: Value.of(one) for name, one in buffers_of(task.model)}
     return step
 
@@ -61,9 +66,16 @@ def _forward(task: Task, step: Step) -> Any:
     with step.trace:
         loss = task.loss(task.model, *task.batch)
     if not platform.is_tensor(loss) or tuple(loss.shape) not in ((), (1,)):
-        told = f"shape {tuple(loss.shape)}" if platform.is_tensor(loss) else type(loss).__name__
+        told = (
+            f"shape {tuple(loss.shape)}"
+            if platform.is_tensor(loss)
+            else type(loss).__name__
+        )
         raise TypeError(
-            coded("HP711", f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)")
+            coded(
+                "HP711",
+                f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)",
+            )
         )
     step.random = _random_state()
     step.drew = step.random != before
@@ -77,7 +89,9 @@ def _gradients(model: Any, loss_of: Callable[[], Any]) -> dict[str, Any]:
     if hasattr(platform.Tensor, "backward"):
         loss_of().backward()
         return {name: one.grad for name, one in parameters.items()}
-    trained = {name: one for name, one in parameters.items() if platform.requires_grad(one)}
+    trained = {
+        name: one for name, one in parameters.items() if platform.requires_grad(one)
+    }
     kept = _Kept(list(trained.values()))
     platform.training_step(model, kept, loss_of, None)
     return dict(zip(trained, kept.gradients, strict=True))
@@ -113,7 +127,11 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """A context after which all generators go on as if nothing had been drawn."""
-    states, own, numpys = platform.get_rng_states(), random.getstate(), np.random.get_state()
+    states, own, numpys = (
+        platform.get_rng_states(),
+        random.getstate(),
+        np.random.get_state(),
+    )
     try:
         yield
     finally:

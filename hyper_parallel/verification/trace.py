@@ -30,7 +30,9 @@ class Value:
     dtype: str
     shape: tuple[int, ...]  # of the whole; of a plain tensor, its own
     layout: Layout | None = None
-    pending: Any = None  # of a tensor with a pending reduction, a twin that can be reduced
+    pending: Any = (
+        None  # of a tensor with a pending reduction, a twin that can be reduced
+    )
 
     @classmethod
     def of(cls, tensor: Any) -> Value:
@@ -39,7 +41,11 @@ class Value:
         if not isinstance(tensor, DTensor):
             return cls(array, str(tensor.dtype), tuple(tensor.shape))
         layout, shape = tensor.layout, tuple(tensor.shape)
-        twin = DTensor(platform.clone(tensor.to_local()), layout, shape) if layout.is_partial() else None
+        twin = (
+            DTensor(platform.clone(tensor.to_local()), layout, shape)
+            if layout.is_partial()
+            else None
+        )
         return cls(array, str(tensor.dtype), shape, layout, twin)
 
 
@@ -64,7 +70,9 @@ class Trace:
 
     def __init__(self, model: Any) -> None:
         self.events: list[Event] = []
-        self.running: list[tuple[str, int]] = []  # (module, call), the innermost last; what raised is still there
+        self.running: list[
+            tuple[str, int]
+        ] = []  # (module, call), the innermost last; what raised is still there
         self._model = model
         self._calls: Counter[str] = Counter()
         self._handles: list[Any] = []
@@ -85,14 +93,20 @@ class Trace:
             self.running.append((name, self._calls[name]))
 
         def leave(_: Any, __: Any, output: Any) -> None:
-            while self.running and self.running[-1][0] != name:  # those that raised what their caller caught
+            while (
+                self.running and self.running[-1][0] != name
+            ):  # those that raised what their caller caught
                 self.running.pop()
             if self.running:
                 _, call = self.running.pop()
                 self._record("output", name, call, output)
 
         # Ahead of what a style does to inputs, and after what it does to outputs: as the caller sees both.
-        self._handles.append(platform.register_forward_pre_hook(module, enter, prepend=True, with_kwargs=True))
+        self._handles.append(
+            platform.register_forward_pre_hook(
+                module, enter, prepend=True, with_kwargs=True
+            )
+        )
         self._handles.append(platform.register_forward_hook(module, leave))
 
     def _record(self, place: str, name: str, call: int, tree: Any) -> None:
@@ -104,7 +118,9 @@ class Trace:
 def _tensors(tree: Any) -> Iterator[Any]:
     """The tensors in nested containers. Nothing is built anew, which the outputs of some libraries refuse."""
     if platform.is_tensor(tree):
-        if isinstance(tree, DTensor) or (platform.is_dense(tree) and not platform.is_meta(tree)):
+        if isinstance(tree, DTensor) or (
+            platform.is_dense(tree) and not platform.is_meta(tree)
+        ):
             yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():

@@ -43,7 +43,9 @@ class TypedIn:
     """A function or class that is in no file."""
 
     name: str
-    definitions: dict[str, Definition] = field(default_factory=dict)  # in the order in which they are needed
+    definitions: dict[str, Definition] = field(
+        default_factory=dict
+    )  # in the order in which they are needed
     modules: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -61,8 +63,15 @@ class TypedIn:
         for name, module in self.modules.items():
             setattr(home, name, importlib.import_module(module))
         for definition in self.definitions.values():
-            lines = ("\n" * (definition.line - 1) + definition.text).splitlines(keepends=True)
-            linecache.cache[definition.file] = (len(lines), None, lines, definition.file)
+            lines = ("\n" * (definition.line - 1) + definition.text).splitlines(
+                keepends=True
+            )
+            linecache.cache[definition.file] = (
+                len(lines),
+                None,
+                lines,
+                definition.file,
+            )
             exec(definition.code, vars(home))  # noqa: S102 - from our own parent process
         return getattr(home, self.name)
 
@@ -111,20 +120,34 @@ def _function_of(thing: Any) -> FunctionType:
         found = inspect.unwrap(candidate) if callable(candidate) else candidate
         if isinstance(found, FunctionType):
             return found
-    raise ValueError(coded("HP711", f"{thing!r} defines no function by which its source could be found"))
+    raise ValueError(
+        coded(
+            "HP711", f"{thing!r} defines no function by which its source could be found"
+        )
+    )
 
 
 def _definition_of(thing: Any, function: FunctionType) -> Definition:
     file, line = function.__code__.co_filename, function.__code__.co_firstlineno
     lines = linecache.getlines(file)
     for node in ast.parse("".join(lines)).body:
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name != thing.__qualname__:
+        if (
+            not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            or node.name != thing.__qualname__
+        ):
             continue
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        first = min(
+            [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+        )
         last = node.end_lineno or node.lineno
         if first <= line <= last:
             return Definition(file, first, "".join(lines[first - 1 : last]))
-    raise ValueError(coded("HP711", f"{thing.__qualname__} must be defined by a statement at the level of its cell"))
+    raise ValueError(
+        coded(
+            "HP711",
+            f"{thing.__qualname__} must be defined by a statement at the level of its cell",
+        )
+    )
 
 
 def _globals_in(code: CodeType) -> Iterator[str]:

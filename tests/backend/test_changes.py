@@ -6,7 +6,13 @@ import warnings
 import frame
 import numpy as np
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard.custom_shard import custom_shard
 from hyper_parallel.platform import get_platform
@@ -27,7 +33,9 @@ def test_a_change_that_is_recorded_is_seen_by_backward():
 def test_a_change_that_is_not_recorded_is_done_in_place():
     x = frame.tensor(np.zeros((2, 3)))
     view = x[1]
-    assert platform.changed(x, frame.tensor(np.arange(6.0).reshape(2, 3), "float32")) is x
+    assert (
+        platform.changed(x, frame.tensor(np.arange(6.0).reshape(2, 3), "float32")) is x
+    )
     frame.equal(x, np.arange(6.0).reshape(2, 3))
     platform.copy_into(view, frame.tensor(np.full(3, 9.0)))
     frame.equal(x, np.array([[0.0, 1.0, 2.0], [9.0, 9.0, 9.0]]))
@@ -49,7 +57,10 @@ def overwritten(values, others):
 @on_ranks(2)
 def test_what_a_function_without_a_rule_changes_is_kept():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    values, others = (distribute_tensor(frame.tensor(np.arange(6.0).reshape(3, 2)), mesh, [Shard(0)]) for _ in range(2))
+    values, others = (
+        distribute_tensor(frame.tensor(np.arange(6.0).reshape(3, 2)), mesh, [Shard(0)])
+        for _ in range(2)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is run on whole tensors
         result = DTensor.dispatch(overwritten, (values, others), {})
@@ -155,7 +166,10 @@ def test_of_what_others_have_no_version_is_known_where_nobody_counts():
     platform.note_shown(result)
     platform.note_alias(alias, result)
     known = platform.counts_changes
-    assert [platform.version_of(one) is not None for one in (result, alias)] == [known, known]
+    assert [platform.version_of(one) is not None for one in (result, alias)] == [
+        known,
+        known,
+    ]
     with platform.no_grad():
         platform.copy_into(result, frame.tensor(np.zeros((2, 2))))
     frame.equal(whole(x), np.zeros((4, 2)))
@@ -166,5 +180,8 @@ def test_what_is_not_changed_is_communicated_once():
     mesh, x = cut()
     with CommunicationLedger(mesh) as ledger:
         for _ in range(3):
-            frame.equal(platform.detach((x.redistribute(None, [Replicate()]) * 2).to_local()), VALUES * 2)
+            frame.equal(
+                platform.detach((x.redistribute(None, [Replicate()]) * 2).to_local()),
+                VALUES * 2,
+            )
     assert [entry.collective for entry in ledger.entries] == ["all_gather_into_tensor"]

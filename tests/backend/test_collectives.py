@@ -14,7 +14,14 @@ from hyper_parallel.testing import on_ranks
 
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
 NUMBERS = [*FLOATS, "int32", "int64", "int8", "uint8"]
-MOVED = [*NUMBERS, "bool", "complex64", "int16", "uint32", *(["float8_e4m3fn"] if frame.IS_TORCH else [])]
+MOVED = [
+    *NUMBERS,
+    "bool",
+    "complex64",
+    "int16",
+    "uint32",
+    *(["float8_e4m3fn"] if frame.IS_TORCH else []),
+]
 
 
 def numbers(rank, shape=(4, 3)):
@@ -24,12 +31,18 @@ def numbers(rank, shape=(4, 3)):
 
 def of_rank(rank, dtype="float32", shape=(4, 3)):
     drawn = numbers(rank, shape)
-    return frame.tensor(drawn, dtype) if "float" in dtype else frame.tensor(drawn.astype(dtype))
+    return (
+        frame.tensor(drawn, dtype)
+        if "float" in dtype
+        else frame.tensor(drawn.astype(dtype))
+    )
 
 
 def reduced(op, dtype, ranks):
     """As numpy reduces; whole numbers wrap round in their dtype."""
-    whole = frame.REDUCTIONS[op](np.stack([frame.array(of_rank(r, dtype)).astype(np.float64) for r in ranks]))
+    whole = frame.REDUCTIONS[op](
+        np.stack([frame.array(of_rank(r, dtype)).astype(np.float64) for r in ranks])
+    )
     return whole if dtype in FLOATS else whole.astype(dtype)
 
 
@@ -52,7 +65,9 @@ def test_all_reduce_and_reduce_scatter(op, async_op):
         if op == "avg" and dtype not in FLOATS:
             continue
         expected = reduced(op, dtype, range(4))
-        accuracy = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}.get(dtype, 1e-12)
+        accuracy = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}.get(
+            dtype, 1e-12
+        )
         data = of_rank(rank, dtype)
         result = platform.all_reduce(data, None, async_op, op)
         if async_op:
@@ -72,7 +87,9 @@ def test_all_reduce_and_reduce_scatter(op, async_op):
         frame.equal(data, frame.array(of_rank(rank, dtype)))  # the input is left alone
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (130, 127), (1 << 15,)])  # 64 KiB of float32, a little more, and twice
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (130, 127), (1 << 15,)]
+)  # 64 KiB of float32, a little more, and twice
 @on_ranks(4)
 def test_large_and_small_tensors_take_different_ways_to_one_result(shape):
     platform = get_platform()
@@ -80,7 +97,9 @@ def test_large_and_small_tensors_take_different_ways_to_one_result(shape):
     everyone = [numbers(r, shape) for r in range(4)]
     for dtype in ("float32", "int64", "int16"):
         mine = of_rank(rank, dtype, shape)
-        frame.equal(platform.all_gather_into_tensor(mine, None), np.concatenate(everyone))
+        frame.equal(
+            platform.all_gather_into_tensor(mine, None), np.concatenate(everyone)
+        )
         if dtype != "int16":
             frame.equal(platform.all_reduce(mine, None), sum(everyone))
 
@@ -105,8 +124,12 @@ def test_every_rank_gets_the_same_bits():
     platform = get_platform()
     for count in (100, 1 << 15):
         data = frame.tensor(frame.draw(count, seed=platform.get_rank()), "float32")
-        everyone = platform.all_gather_into_tensor(platform.all_reduce(data, None), None)
-        assert len({row.tobytes() for row in frame.array(everyone).reshape(4, count)}) == 1
+        everyone = platform.all_gather_into_tensor(
+            platform.all_reduce(data, None), None
+        )
+        assert (
+            len({row.tobytes() for row in frame.array(everyone).reshape(4, count)}) == 1
+        )
 
 
 @on_ranks(2)
@@ -114,8 +137,15 @@ def test_reductions_of_bools_are_any_and_all():
     platform = get_platform()
     rank = platform.get_rank()
     mine = np.array([rank == 0, True, False, rank == 1])
-    for op, expected in (("sum", [1, 1, 0, 1]), ("prod", [0, 1, 0, 0]), ("max", [1, 1, 0, 1]), ("min", [0, 1, 0, 0])):
-        assert elements(platform.all_reduce(frame.tensor(mine), None, op=op)) == bytes(expected)
+    for op, expected in (
+        ("sum", [1, 1, 0, 1]),
+        ("prod", [0, 1, 0, 0]),
+        ("max", [1, 1, 0, 1]),
+        ("min", [0, 1, 0, 0]),
+    ):
+        assert elements(platform.all_reduce(frame.tensor(mine), None, op=op)) == bytes(
+            expected
+        )
         half = platform.reduce_scatter_tensor(frame.tensor(mine), None, op=op)
         assert elements(half) == bytes(expected[2 * rank : 2 * rank + 2])
 
@@ -126,7 +156,12 @@ def test_tensors_with_gaps_in_memory():
     rank = platform.get_rank()
     backing = np.arange(16.0).reshape(4, 4)
     expected = 2 * backing + 1
-    for view in (lambda x: x[:, ::2], lambda x: x.T, lambda x: x[1:3, 1], lambda x: x[2, 3]):
+    for view in (
+        lambda x: x[:, ::2],
+        lambda x: x.T,
+        lambda x: x[1:3, 1],
+        lambda x: x[2, 3],
+    ):
         mine = frame.tensor(backing + rank)
         result = platform.all_reduce(view(mine), None)
         frame.equal(result, view(expected))
@@ -165,29 +200,51 @@ def test_data_of_every_dtype_travels(async_op):
     for dtype in MOVED:
         everyone = [elements(of_rank(r, dtype)) for r in range(4)]
         row = len(everyone[0]) // 4
-        gathered = got(platform.all_gather_into_tensor(of_rank(rank, dtype), None, async_op))
+        gathered = got(
+            platform.all_gather_into_tensor(of_rank(rank, dtype), None, async_op)
+        )
         same(gathered, dtype, (16, 3), b"".join(everyone))
-        same(got(platform.broadcast(of_rank(rank, dtype), 2, None, async_op)), dtype, (4, 3), everyone[2])
-        output, work = platform.all_to_all_single(of_rank(rank, dtype), (4, 3), None, async_op)
+        same(
+            got(platform.broadcast(of_rank(rank, dtype), 2, None, async_op)),
+            dtype,
+            (4, 3),
+            everyone[2],
+        )
+        output, work = platform.all_to_all_single(
+            of_rank(rank, dtype), (4, 3), None, async_op
+        )
         assert (work is None) is not async_op
         if work is not None:
             work.wait()
-        same(output, dtype, (4, 3), b"".join(x[rank * row : (rank + 1) * row] for x in everyone))
+        same(
+            output,
+            dtype,
+            (4, 3),
+            b"".join(x[rank * row : (rank + 1) * row] for x in everyone),
+        )
 
 
 @on_ranks(4)
 def test_scalars_empty_tensors_and_subgroups():
     platform = get_platform()
     rank = platform.get_rank()
-    assert frame.array(platform.all_gather_into_tensor(frame.tensor(float(rank)), None)).tolist() == [0, 1, 2, 3]
+    assert frame.array(
+        platform.all_gather_into_tensor(frame.tensor(float(rank)), None)
+    ).tolist() == [0, 1, 2, 3]
     total = platform.all_reduce(frame.tensor(float(rank)), None)
     assert (tuple(total.shape), frame.array(total)) == ((), 6)
-    for call in (platform.all_reduce, platform.all_gather_into_tensor, platform.reduce_scatter_tensor):
+    for call in (
+        platform.all_reduce,
+        platform.all_gather_into_tensor,
+        platform.reduce_scatter_tensor,
+    ):
         assert tuple(call(frame.tensor(np.ones((0, 3))), None).shape) == (0, 3)
     pair = platform.create_group([rank % 2, rank % 2 + 2])
     gathered = platform.all_gather_into_tensor(frame.tensor([rank]), pair)
     assert frame.array(gathered).tolist() == [rank % 2, rank % 2 + 2]
-    assert frame.array(platform.broadcast(frame.tensor([rank]), rank % 2 + 2, pair)).tolist() == [rank % 2 + 2]
+    assert frame.array(
+        platform.broadcast(frame.tensor([rank]), rank % 2 + 2, pair)
+    ).tolist() == [rank % 2 + 2]
     piece = platform.reduce_scatter_tensor(frame.tensor([rank, 10 * rank]), pair)
     assert frame.array(piece).tolist() == [(rank % 2 * 2 + 2) * (1 if rank < 2 else 10)]
 
@@ -216,7 +273,9 @@ def test_point_to_point():
 def test_tags_keep_messages_apart():
     platform = get_platform()
     if platform.get_rank() == 0:
-        works = [platform.isend(frame.tensor([float(tag)]), 1, tag=tag) for tag in (1, 2)]
+        works = [
+            platform.isend(frame.tensor([float(tag)]), 1, tag=tag) for tag in (1, 2)
+        ]
         for work in works:
             work.wait()
     else:
@@ -263,10 +322,16 @@ def test_pending_gradient_reductions_finish_in_order():
     platform = get_platform()
     log = []
     first, first_handle = platform.all_reduce(ones(2), None, async_op=True)
-    second, second_handle = platform.all_reduce(frame.tensor([3.0, 3.0]), None, async_op=True)
-    platform.set_grad_reduce_handle(first_handle, lambda: log.append(frame.array(first).tolist()))
+    second, second_handle = platform.all_reduce(
+        frame.tensor([3.0, 3.0]), None, async_op=True
+    )
+    platform.set_grad_reduce_handle(
+        first_handle, lambda: log.append(frame.array(first).tolist())
+    )
     assert log == []
-    platform.set_grad_reduce_handle(second_handle, lambda: log.append(frame.array(second).tolist()))
+    platform.set_grad_reduce_handle(
+        second_handle, lambda: log.append(frame.array(second).tolist())
+    )
     assert log == [[2.0, 2.0]]
     platform.wait_grad_handle()
     platform.wait_grad_handle()
@@ -277,43 +342,74 @@ def test_pending_gradient_reductions_finish_in_order():
 def test_bad_input_names_what_is_wrong():
     platform = get_platform()
     x = ones(3, 2)
-    for call in (platform.all_reduce, platform.all_gather_into_tensor, platform.reduce_scatter_tensor):
-        with pytest.raises(TypeError, match=f"{call.__name__}: expected a tensor, got list"):
+    for call in (
+        platform.all_reduce,
+        platform.all_gather_into_tensor,
+        platform.reduce_scatter_tensor,
+    ):
+        with pytest.raises(
+            TypeError, match=f"{call.__name__}: expected a tensor, got list"
+        ):
             call([1.0], None)
-        with pytest.raises(TypeError, match=f"{call.__name__}: expected a process group"):
+        with pytest.raises(
+            TypeError, match=f"{call.__name__}: expected a process group"
+        ):
             call(x, 3)
     for call in (platform.all_reduce, platform.reduce_scatter_tensor):
-        with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, prod, got 'average'"):
+        with pytest.raises(
+            ValueError,
+            match="op must be one of sum, avg, max, min, prod, got 'average'",
+        ):
             call(x, None, op="average")
-        with pytest.raises(ValueError, match="avg needs a floating-point tensor, got (torch.)?int64"):
+        with pytest.raises(
+            ValueError, match="avg needs a floating-point tensor, got (torch.)?int64"
+        ):
             call(ones(2, dtype="int64"), None, op="avg")
-        with pytest.raises(ValueError, match="max is not defined for (torch.)?complex64"):
+        with pytest.raises(
+            ValueError, match="max is not defined for (torch.)?complex64"
+        ):
             call(ones(2, dtype="complex64"), None, op="max")
         if frame.IS_TORCH:
-            with pytest.raises(ValueError, match="gloo cannot reduce torch.int16; cast to one of"):
+            with pytest.raises(
+                ValueError, match="gloo cannot reduce torch.int16; cast to one of"
+            ):
                 call(ones(2, dtype="int16"), None)
         else:
             assert set(frame.array(call(ones(2, dtype="int16"), None)).tolist()) == {2}
-    with pytest.raises(ValueError, match=r"dim 0 of shape \(3, 2\) is not divisible by the group's 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"dim 0 of shape \(3, 2\) is not divisible by the group's 2 ranks",
+    ):
         platform.reduce_scatter_tensor(x, None)
     with pytest.raises(ValueError, match="must be divisible by the group's 2 ranks"):
         platform.all_to_all_single(x, (3, 2), None)
-    with pytest.raises(ValueError, match=r"output_shape \(2, 2\) does not hold the input's 12 elements"):
+    with pytest.raises(
+        ValueError, match=r"output_shape \(2, 2\) does not hold the input's 12 elements"
+    ):
         platform.all_to_all_single(ones(4, 3), (2, 2), None)
     for rank in (2, -1, None, "0"):
-        with pytest.raises(ValueError, match=r"broadcast: src must be one of the group's ranks \[0, 1\], got "):
+        with pytest.raises(
+            ValueError,
+            match=r"broadcast: src must be one of the group's ranks \[0, 1\], got ",
+        ):
             platform.broadcast(x, rank, None)
-        with pytest.raises(ValueError, match=r"isend: dst must be one of the group's ranks"):
+        with pytest.raises(
+            ValueError, match=r"isend: dst must be one of the group's ranks"
+        ):
             platform.isend(x, rank)
     with pytest.raises(ValueError, match="irecv: src is this rank"):
         platform.irecv(x, platform.get_rank())
-    with pytest.raises(ValueError, match="object_list needs one slot for each of the 2 ranks, got 1"):
+    with pytest.raises(
+        ValueError, match="object_list needs one slot for each of the 2 ranks, got 1"
+    ):
         platform.all_gather_object([None], 1)
     with pytest.raises(ValueError, match="send_object_list: dst must be one of"):
         platform.send_object_list([1], 9)
     with pytest.raises(ValueError, match="recv_object_list: src must be one of"):
         platform.recv_object_list([None], 9)
-    assert frame.array(platform.all_reduce(ones(1), None)).item() == 2  # the group is as good as before
+    assert (
+        frame.array(platform.all_reduce(ones(1), None)).item() == 2
+    )  # the group is as good as before
 
 
 CALLS = {
@@ -340,7 +436,9 @@ def test_a_peer_that_never_comes_is_named(name):
         assert raised.value.collective == name
         between_two = "recv" in name
         rank = platform.get_rank()
-        assert raised.value.ranks == (tuple(sorted([rank, 1])) if between_two else (0, 1, 2, 3))
+        assert raised.value.ranks == (
+            tuple(sorted([rank, 1])) if between_two else (0, 1, 2, 3)
+        )
         assert raised.value.missing == (1,)
         assert f"{name} on group" in str(raised.value)
         assert "ranks that never came: [1]" in str(raised.value)
@@ -366,7 +464,9 @@ def test_ranks_that_come_late_are_not_called_missing():
     if rank == 1:
         platform.barrier()
         return
-    time.sleep(rank * 0.8)  # later than the time in which ranks wait for each other's notes
+    time.sleep(
+        rank * 0.8
+    )  # later than the time in which ranks wait for each other's notes
     with pytest.raises(CommunicationError) as raised:
         platform.all_reduce(ones(2), group)
     assert raised.value.missing == (1,)
@@ -377,7 +477,9 @@ def test_ranks_that_come_late_are_not_called_missing():
 def test_ranks_that_call_different_collectives_are_told_so():
     platform = get_platform()
     group = platform.split_group(None, [[0, 1]], timeout=1)
-    with pytest.raises(CommunicationError, match="the ranks called different collectives: rank "):
+    with pytest.raises(
+        CommunicationError, match="the ranks called different collectives: rank "
+    ):
         if platform.get_rank() == 0:
             platform.irecv(ones(1), 1, group).wait()
         else:
@@ -389,24 +491,32 @@ def disagree(platform, rank, how):
     if how == "shape":
         return platform.all_reduce(ones(2 + rank), None)
     if how == "dtype":
-        return platform.all_gather_into_tensor(ones(2, dtype=["float32", "float64"][rank]), None)
+        return platform.all_gather_into_tensor(
+            ones(2, dtype=["float32", "float64"][rank]), None
+        )
     if how == "op":
         return platform.reduce_scatter_tensor(ones(2), None, op=["sum", "max"][rank])
     if how == "source":
         return platform.broadcast(ones(2), rank, None)
     if how == "splits":
-        return platform.differentiable_all_to_all_single(ones(4), [1, 3], [[1, 2], [3, 2]][rank], None)
+        return platform.differentiable_all_to_all_single(
+            ones(4), [1, 3], [[1, 2], [3, 2]][rank], None
+        )
     if how == "exchange":
         return platform.all_to_all_single(ones(4 + 2 * rank), (4 + 2 * rank,), None)
     return platform.barrier() if rank else platform.all_gather_object([None, None], 1)
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "op", "source", "splits", "exchange", "call"])
+@pytest.mark.parametrize(
+    "how", ["shape", "dtype", "op", "source", "splits", "exchange", "call"]
+)
 @on_ranks(2)
 def test_checked_collectives_say_on_every_rank_what_does_not_fit(how):
     platform = get_platform()
     with platform.checked_collectives():
-        with pytest.raises(ValueError, match="the ranks do not agree: rank 0 calls .*; rank 1 calls ") as raised:
+        with pytest.raises(
+            ValueError, match="the ranks do not agree: rank 0 calls .*; rank 1 calls "
+        ) as raised:
             disagree(platform, platform.get_rank(), how)
         if how == "shape":
             assert "rank 1 calls all_reduce(sum, float32, (3,))" in str(raised.value)
@@ -416,7 +526,9 @@ def test_checked_collectives_say_on_every_rank_what_does_not_fit(how):
         rank = platform.get_rank()
         mine = frame.tensor(np.full(sum(splits[rank]), float(rank)))
         comes = [splits[0][rank], splits[1][rank]]
-        received = platform.differentiable_all_to_all_single(mine, splits[rank], comes, None)
+        received = platform.differentiable_all_to_all_single(
+            mine, splits[rank], comes, None
+        )
         assert frame.array(received).tolist() == [[0.0], [0.0, 0.0, 1.0]][rank]
     assert frame.array(platform.all_reduce(ones(1), None)).item() == 2
 

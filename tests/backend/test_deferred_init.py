@@ -5,7 +5,14 @@ import frame
 import numpy as np
 import pytest
 
-from hyper_parallel import Layout, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Layout,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.testing import on_ranks
 
 platform = get_platform()
@@ -16,10 +23,14 @@ class Model(platform.Module):
     def __init__(self):
         super().__init__()
         self.embedding = frame.embedding(7, 4)
-        self.blocks = frame.sequential(frame.linear(4, 6), frame.linear(6, 4, bias=False))
+        self.blocks = frame.sequential(
+            frame.linear(4, 6), frame.linear(6, 4, bias=False)
+        )
         self.head = frame.linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
-        self.given = platform.Parameter(frame.tensor(np.arange(3.0), "float32"), requires_grad=False)
+        self.given = platform.Parameter(
+            frame.tensor(np.arange(3.0), "float32"), requires_grad=False
+        )
         self.register_buffer("scale", frame.tensor(0.5, "float32"))
 
 
@@ -37,21 +48,31 @@ def assert_same(left, right):
     left, right = frame.state(left), frame.state(right)
     assert list(left) == list(right)
     assert [name for name in left if not np.array_equal(left[name], right[name])] == []
-    assert [array.dtype for array in left.values()] == [array.dtype for array in right.values()]
+    assert [array.dtype for array in left.values()] == [
+        array.dtype for array in right.values()
+    ]
 
 
 def test_the_numbers_of_one_device():
     real, deferred = build(Model)
-    drawn = {name: p for name, p in platform.parameters_dict(deferred).items() if name != "given"}
+    drawn = {
+        name: p
+        for name, p in platform.parameters_dict(deferred).items()
+        if name != "given"
+    }
     assert all(platform.is_meta(p) for p in drawn.values())
-    assert all(isinstance(p, platform.Parameter) and p.requires_grad for p in drawn.values())
+    assert all(
+        isinstance(p, platform.Parameter) and p.requires_grad for p in drawn.values()
+    )
     assert not platform.is_meta(deferred.scale)
     assert tuple(deferred.embedding.weight.shape) == (7, 4)
     platform.init_parameters(deferred, 0)
     assert_same(deferred, real)
     assert not deferred.given.requires_grad
     assert deferred.head.weight is deferred.embedding.weight  # ties hold
-    assert not any(platform.is_meta(p) for p in platform.parameters_dict(deferred).values())
+    assert not any(
+        platform.is_meta(p) for p in platform.parameters_dict(deferred).values()
+    )
 
 
 def test_buffers_if_asked():
@@ -86,14 +107,21 @@ def test_every_stage_gets_the_numbers_of_one_device():
 
 
 def test_it_computes_and_learns():
-    real, deferred = build(lambda: frame.sequential(frame.linear(4, 6), frame.linear(6, 4)))
+    real, deferred = build(
+        lambda: frame.sequential(frame.linear(4, 6), frame.linear(6, 4))
+    )
     platform.init_parameters(deferred, 0)
     found = []
     for model in (real, deferred):
         frame.recording()
         out = model(frame.tensor(np.ones((2, 4)), "float32"))
         frame.backward([out], [np.ones((2, 4))])
-        found.append([frame.array(frame.grad(p)).tolist() for p in platform.parameters_dict(model).values()])
+        found.append(
+            [
+                frame.array(frame.grad(p)).tolist()
+                for p in platform.parameters_dict(model).values()
+            ]
+        )
     assert found[0] == found[1]
 
 
@@ -117,7 +145,10 @@ def test_undone_on_error_and_on_other_devices():
 
 def test_data_cannot_be_loaded_before():
     _, deferred = build(Model)
-    with pytest.raises(ValueError, match="is on the meta device and cannot hold data; call init_parameters"):
+    with pytest.raises(
+        ValueError,
+        match="is on the meta device and cannot hold data; call init_parameters",
+    ):
         platform.load_into_param(deferred.blocks[0].weight, np.ones((6, 4)))
     assert platform.tensor_memory(deferred.blocks[0].weight) is None
 
@@ -128,7 +159,9 @@ def test_nobody_knows_how():
             super().__init__()
             self.w = platform.Parameter(platform.empty((2,), device="meta"))
 
-    with pytest.raises(ValueError, match=r"init_parameters: nobody knows how to initialise w"):
+    with pytest.raises(
+        ValueError, match=r"init_parameters: nobody knows how to initialise w"
+    ):
         platform.init_parameters(Bare(), 0)
 
 
@@ -151,18 +184,29 @@ def test_shards_of_one_device_whatever_comes_first():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     layer = deferred.blocks[0]
     found = platform.search_parameter_by_name(layer, "weight")
-    sharded = platform.set_layout_into_parameter(found[2], Layout.from_device_mesh(mesh)([Shard(1)]))
+    sharded = platform.set_layout_into_parameter(
+        found[2], Layout.from_device_mesh(mesh)([Shard(1)])
+    )
     platform.update_parameter_by_name(layer, found, sharded)
-    platform.set_own_tensor(layer, "bias", distribute_tensor(layer.bias, mesh, [Shard(0)]))
+    platform.set_own_tensor(
+        layer, "bias", distribute_tensor(layer.bias, mesh, [Shard(0)])
+    )
     last = deferred.blocks[1]
-    platform.set_own_tensor(last, "weight", distribute_tensor(last.weight, mesh, [Replicate()]))
+    platform.set_own_tensor(
+        last, "weight", distribute_tensor(last.weight, mesh, [Replicate()])
+    )
     platform.init_parameters(deferred, 0)
     truth = frame.state(real)
     local = {
-        name: frame.array(platform.get_param_local_data(p)) for name, p in platform.parameters_dict(deferred).items()
+        name: frame.array(platform.get_param_local_data(p))
+        for name, p in platform.parameters_dict(deferred).items()
     }
-    assert np.array_equal(local["blocks.0.weight"], truth["blocks.0.weight"][:, 2 * rank : 2 * rank + 2])
-    assert np.array_equal(local["blocks.0.bias"], truth["blocks.0.bias"][3 * rank : 3 * rank + 3])
+    assert np.array_equal(
+        local["blocks.0.weight"], truth["blocks.0.weight"][:, 2 * rank : 2 * rank + 2]
+    )
+    assert np.array_equal(
+        local["blocks.0.bias"], truth["blocks.0.bias"][3 * rank : 3 * rank + 3]
+    )
     assert np.array_equal(local["blocks.1.weight"], truth["blocks.1.weight"])
     assert np.array_equal(local["embedding.weight"], truth["embedding.weight"])
     assert tuple(layer.weight.shape) == (6, 4)

@@ -42,7 +42,9 @@ class Between(nn.Cell):
         self.last = Parameter(initializer("uniform", (3, 3)))
 
 
-@pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.float16, mindspore.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [mindspore.float32, mindspore.float16, mindspore.bfloat16], ids=str
+)
 @pytest.mark.parametrize("how", INITIALISERS.values(), ids=INITIALISERS.keys())
 def test_every_initialiser(how, dtype):
     platform.manual_seed(5)
@@ -59,13 +61,26 @@ def test_every_initialiser(how, dtype):
     assert np.array_equal(before[1], np.random.get_state()[1])
     for name, truth in real.parameters_and_names():
         found = getattr(deferred, name)
-        assert platform.tensor_memory(found).tobytes() == platform.tensor_memory(truth).tobytes(), name
-        assert (found.dtype, found.name, found.requires_grad) == (truth.dtype, truth.name, truth.requires_grad)
+        assert (
+            platform.tensor_memory(found).tobytes()
+            == platform.tensor_memory(truth).tobytes()
+        ), name
+        assert (found.dtype, found.name, found.requires_grad) == (
+            truth.dtype,
+            truth.name,
+            truth.requires_grad,
+        )
 
 
 def test_layers_of_both_families():
     def make():
-        layers = [nn.Dense(3, 4), mint.nn.Linear(3, 4), nn.Embedding(5, 3), nn.LayerNorm((3,)), nn.Conv2d(2, 3, 2)]
+        layers = [
+            nn.Dense(3, 4),
+            mint.nn.Linear(3, 4),
+            nn.Embedding(5, 3),
+            nn.LayerNorm((3,)),
+            nn.Conv2d(2, 3, 2),
+        ]
         return nn.SequentialCell(*layers, nn.LSTM(3, 4), nn.BatchNorm2d(3))
 
     platform.manual_seed(5)

@@ -36,7 +36,10 @@ def assert_same(left, right):
     assert list(left) == list(right)
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different
-    assert all(left[n].dtype == right[n].dtype and left[n].stride() == right[n].stride() for n in left)
+    assert all(
+        left[n].dtype == right[n].dtype and left[n].stride() == right[n].stride()
+        for n in left
+    )
 
 
 class Custom(nn.Module):
@@ -59,7 +62,9 @@ class Custom(nn.Module):
         self.replaced.data = torch.rand(3) * 2
         self.mixed = nn.Parameter(torch.ones(4))
         self.mixed.data = self.mixed.data + torch.randn(4)
-        self.brain = nn.Parameter(torch.randn(4, dtype=torch.bfloat16), requires_grad=False)
+        self.brain = nn.Parameter(
+            torch.randn(4, dtype=torch.bfloat16), requires_grad=False
+        )
         self.column = nn.Parameter(torch.randn(4, 6).t())
         with torch.no_grad():
             self.drawn[0].fill_(1)
@@ -134,8 +139,12 @@ MODELS = {
     "embedding": lambda: nn.Embedding(10, 4, padding_idx=2),
     "conv": lambda: nn.Conv2d(2, 3, 3),
     "attention": lambda: nn.MultiheadAttention(8, 2),
-    "attention, other sizes": lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3),
+    "attention, other sizes": lambda: nn.MultiheadAttention(
+        8, 2, kdim=4, vdim=6, add_bias_kv=True
+    ),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3
+    ),
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
     "lstm": lambda: nn.LSTM(3, 4, 2, bidirectional=True),
     "batch norm": lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)),
@@ -144,7 +153,9 @@ MODELS = {
     "apply": ApplyInit,
     "reseeds": Reseeds,
     "cast": lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(torch.bfloat16),
-    "copied": lambda: nn.ModuleList([(layer := nn.Linear(4, 3)), copy.deepcopy(layer), nn.Linear(3, 2)]),
+    "copied": lambda: nn.ModuleList(
+        [(layer := nn.Linear(4, 3)), copy.deepcopy(layer), nn.Linear(3, 2)]
+    ),
     "weight norm": weight_norm,
     "spectral norm": spectral_norm,
 }
@@ -157,18 +168,26 @@ def test_the_numbers_of_one_device(make):
     platform.init_parameters(deferred, 0)
     after = torch.rand(3)
     assert_same(real, deferred)
-    assert [p.requires_grad for p in real.parameters()] == [p.requires_grad for p in deferred.parameters()]
+    assert [p.requires_grad for p in real.parameters()] == [
+        p.requires_grad for p in deferred.parameters()
+    ]
     torch.manual_seed(7)
     make()
     assert torch.equal(after, torch.rand(3))
 
 
-@pytest.mark.parametrize("name", sorted(n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_")))
+@pytest.mark.parametrize(
+    "name",
+    sorted(n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_")),
+)
 def test_every_initialiser_of_torch(name):
     fill = vars(nn.init)[name]
     options = {
         "constant_": [{"val": 3.0}],
-        "sparse_": [{"sparsity": 0.5}, {"sparsity": 0.2, "generator": torch.Generator().manual_seed(1)}],
+        "sparse_": [
+            {"sparsity": 0.5},
+            {"sparsity": 0.2, "generator": torch.Generator().manual_seed(1)},
+        ],
         # Both ways of drawing until the numbers fit.
         "trunc_normal_": [{}, {"a": -0.5, "b": 0.5}, {"a": 2.0, "b": 3.0}],
     }.get(name, [{}])
@@ -179,7 +198,9 @@ def test_every_initialiser_of_torch(name):
             if "generator" in kwargs:
                 kwargs["generator"].manual_seed(1)
             shape = (4, 3, 3) if name == "dirac_" else (40, 30)
-            module.register_parameter(f"weight{i}", nn.Parameter(torch.full(shape, 9.0)))
+            module.register_parameter(
+                f"weight{i}", nn.Parameter(torch.full(shape, 9.0))
+            )
             fill(module.get_parameter(f"weight{i}"), **kwargs)
             local = nn.Parameter(torch.full(shape, 9.0))
             module.register_parameter(f"local{i}", local)
@@ -198,7 +219,9 @@ class Scrambled(nn.Module):
     def __init__(self, seed):
         super().__init__()
         choose = random.Random(seed)
-        self.table = nn.ParameterList([nn.Parameter(torch.empty(4, 3)) for _ in range(4)])
+        self.table = nn.ParameterList(
+            [nn.Parameter(torch.empty(4, 3)) for _ in range(4)]
+        )
         moves = [
             lambda x, _: nn.init.normal_(x),
             lambda x, _: nn.init.trunc_normal_(x),
@@ -240,7 +263,11 @@ def assert_shared_alike(left, right, skip):
     """Parameters share memory where their twins do; those initialised apart, before the others, do not count."""
     keep = [i for i in range(len(left)) if i not in skip]
     memory = [[t[i].untyped_storage().data_ptr() for i in keep] for t in (left, right)]
-    assert len(set(zip(*memory, strict=True))) == len(set(memory[0])) == len(set(memory[1]))
+    assert (
+        len(set(zip(*memory, strict=True)))
+        == len(set(memory[0]))
+        == len(set(memory[1]))
+    )
 
 
 def test_a_wrong_order_would_be_noticed():
@@ -255,7 +282,9 @@ def test_a_wrong_order_would_be_noticed():
 
 
 def test_a_trained_model_is_the_same():
-    real, deferred = build(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    real, deferred = build(
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    )
     platform.init_parameters(deferred, 0)
     x = torch.randn(2, 3, 8)
     for model in (real, deferred):
@@ -272,7 +301,10 @@ def test_lstm_computes_with_its_new_weights():
     platform.init_parameters(deferred, 0)
     x = torch.randn(5, 2, 3)
     assert torch.equal(real(x)[0], deferred(x)[0])
-    assert all(a is b for a, b in zip(deferred._flat_weights, deferred.parameters(), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(deferred._flat_weights, deferred.parameters(), strict=True)
+    )
 
 
 def test_ties_hold():
@@ -281,7 +313,10 @@ def test_ties_hold():
     platform.init_parameters(deferred, 0)
     assert deferred.head.weight is deferred.embed.weight
     assert deferred.one is deferred.two
-    assert deferred.alias.untyped_storage().data_ptr() == deferred.again.untyped_storage().data_ptr()
+    assert (
+        deferred.alias.untyped_storage().data_ptr()
+        == deferred.again.untyped_storage().data_ptr()
+    )
     assert len(list(real.parameters())) == len(list(deferred.parameters()))
 
 
@@ -509,9 +544,16 @@ def test_undone_on_error_and_not_seen_by_other_threads():
 
 
 def test_a_constructor_that_reads_random_values_is_refused():
-    for read in (lambda t: t.sum().item(), lambda t: t.tolist(), lambda t: t.numpy(), lambda t: bool(t.sum() > 0)):
+    for read in (
+        lambda t: t.sum().item(),
+        lambda t: t.tolist(),
+        lambda t: t.numpy(),
+        lambda t: bool(t.sum() > 0),
+    ):
         with (
-            pytest.raises(RuntimeError, match="random numbers are drawn in init_parameters"),
+            pytest.raises(
+                RuntimeError, match="random numbers are drawn in init_parameters"
+            ),
             platform.init_on_device(meta),
         ):
             read(torch.rand(3))
@@ -532,7 +574,9 @@ def test_lazy_modules_are_left_to_torch():
 
 @pytest.mark.parametrize("device", ["nonsense", "cpu:x", [1]])
 def test_a_bad_device(device):
-    with pytest.raises((RuntimeError, TypeError), match=r"init_on_device: .* is not a device"):
+    with pytest.raises(
+        (RuntimeError, TypeError), match=r"init_on_device: .* is not a device"
+    ):
         platform.init_on_device(device)
 
 
@@ -568,7 +612,9 @@ def test_the_module_convention():
 
 
 def test_the_module_convention_with_ties_and_real_parameters():
-    deferred = nn.Sequential(nn.Linear(3, 3, bias=False, device="meta"), nn.Linear(3, 3, device="meta"))
+    deferred = nn.Sequential(
+        nn.Linear(3, 3, bias=False, device="meta"), nn.Linear(3, 3, device="meta")
+    )
     deferred[1].weight = deferred[0].weight
     torch.manual_seed(5)
     platform.init_parameters(deferred, 0)
@@ -596,7 +642,10 @@ def test_nobody_knows_how():
     module.inner = nn.Module()
     module.inner.weight = nn.Parameter(torch.empty(3, device="meta"))
     module.known = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match=r"inner\.weight: .*init_on_device\(meta_device\), or define reset_parameters"):
+    with pytest.raises(
+        ValueError,
+        match=r"inner\.weight: .*init_on_device\(meta_device\), or define reset_parameters",
+    ):
         platform.init_parameters(module, 0)
     assert module.known.weight.is_meta  # nothing was begun
 

@@ -81,7 +81,10 @@ def test_all_gather_concat(dim):
 @on_ranks(4)
 def test_all_gather_of_uneven_pieces(dim, sizes):
     platform = get_platform()
-    inputs = [frame.draw(*((n, 2) if dim == 0 else (2, n)), seed=r) for r, n in enumerate(sizes)]
+    inputs = [
+        frame.draw(*((n, 2) if dim == 0 else (2, n)), seed=r)
+        for r, n in enumerate(sizes)
+    ]
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_gather_concat(x, None, 4, dim, sizes),
         lambda xs: [platform.cat(xs, dim)] * 4,
@@ -125,7 +128,10 @@ def test_all_to_all():
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_to_all(x, (4, 6), None),
-        lambda xs: [platform.cat([platform.chunk(x, 0, 4, r).reshape(1, 6) for x in xs]) for r in range(4)],
+        lambda xs: [
+            platform.cat([platform.chunk(x, 0, 4, r).reshape(1, 6) for x in xs])
+            for r in range(4)
+        ],
         same_shapes(4, 8, 3),
         platform.get_rank(),
     )
@@ -137,10 +143,15 @@ SPLITS = [[1, 2, 0, 0], [3, 0, 1, 0], [0, 0, 0, 0], [2, 1, 5, 0]]
 
 def rows(x, splits, number):
     start = sum(splits[:number])
-    return get_platform().construct_strided_slice(x, [start, 0], [start + splits[number], 2], [1, 1])
+    return get_platform().construct_strided_slice(
+        x, [start, 0], [start + splits[number], 2], [1, 1]
+    )
 
 
-@pytest.mark.parametrize("name", ["differentiable_all_to_all_single", "differentiable_all_to_all_single_async"])
+@pytest.mark.parametrize(
+    "name",
+    ["differentiable_all_to_all_single", "differentiable_all_to_all_single_async"],
+)
 @on_ranks(4)
 def test_uneven_all_to_all(name):
     platform = get_platform()
@@ -151,7 +162,10 @@ def test_uneven_all_to_all(name):
     }[name]
     frame.check_on_this_rank(
         lambda x: call(x, SPLITS[rank], [SPLITS[i][rank] for i in range(4)], None),
-        lambda xs: [platform.cat([rows(x, SPLITS[i], r) for i, x in enumerate(xs)]) for r in range(4)],
+        lambda xs: [
+            platform.cat([rows(x, SPLITS[i], r) for i, x in enumerate(xs)])
+            for r in range(4)
+        ],
         [frame.draw(sum(SPLITS[r]), 2, seed=r) for r in range(4)],
         rank,
     )
@@ -162,7 +176,9 @@ def test_all_to_all_without_splits_is_even():
     platform = get_platform()
     frame.check_on_this_rank(
         lambda x: platform.differentiable_all_to_all_single(x, None, None, None),
-        lambda xs: [platform.cat([platform.chunk(x, 0, 2, r) for x in xs]) for r in range(2)],
+        lambda xs: [
+            platform.cat([platform.chunk(x, 0, 2, r) for x in xs]) for r in range(2)
+        ],
         same_shapes(2, 4, 3),
         platform.get_rank(),
     )
@@ -183,7 +199,9 @@ def test_in_a_subgroup():
     )
     frame.check_on_this_rank(
         lambda x: platform.differentiable_reduce_scatter(x, 2, 0, "sum", group),
-        lambda xs: [platform.chunk(xs[r % 2] + xs[r % 2 + 2], 0, 2, r // 2) for r in range(4)],
+        lambda xs: [
+            platform.chunk(xs[r % 2] + xs[r % 2 + 2], 0, 2, r // 2) for r in range(4)
+        ],
         inputs,
         rank,
     )
@@ -191,19 +209,28 @@ def test_in_a_subgroup():
 
 def exchange(xs, concat_dim, split_dim):
     platform, count = get_platform(), len(xs)
-    return [platform.cat([platform.chunk(x, split_dim, count, r) for x in xs], concat_dim) for r in range(count)]
+    return [
+        platform.cat([platform.chunk(x, split_dim, count, r) for x in xs], concat_dim)
+        for r in range(count)
+    ]
 
 
 @pytest.mark.parametrize("boxed", [False, True])
 @pytest.mark.parametrize(("concat_dim", "split_dim"), [(0, 1), (1, 2), (2, 0), (-1, 0)])
 @on_ranks(4)
-def test_async_exchange_launched_early_and_waited_for_late(concat_dim, split_dim, boxed):
+def test_async_exchange_launched_early_and_waited_for_late(
+    concat_dim, split_dim, boxed
+):
     platform = get_platform()
     box = [] if boxed else None
 
     def collective(x):
-        x, work, buffer = platform.differentiable_async_a2a_launch(x * 2, None, 4, concat_dim, split_dim, box)
-        return platform.differentiable_async_a2a_wait(x, work, buffer, None, 4, concat_dim, split_dim, box)
+        x, work, buffer = platform.differentiable_async_a2a_launch(
+            x * 2, None, 4, concat_dim, split_dim, box
+        )
+        return platform.differentiable_async_a2a_wait(
+            x, work, buffer, None, 4, concat_dim, split_dim, box
+        )
 
     frame.check_on_this_rank(
         collective,
@@ -233,7 +260,9 @@ def test_async_exchange_launched_by_the_caller_leaves_its_gradient_in_the_box():
     frame.equal(frame.grad(x), np.zeros((4, 8)))  # it comes through the box
     [(work, gradient)] = box
     work.wait()
-    frame.equal(np.concatenate(list(frame.array(gradient)), 1), frame.grad(everyone[rank]))
+    frame.equal(
+        np.concatenate(list(frame.array(gradient)), 1), frame.grad(everyone[rank])
+    )
 
 
 @on_ranks(2)
@@ -242,13 +271,20 @@ def test_box_with_another_use_of_the_input():
     box = []
 
     def collective(x):
-        x, work, buffer = platform.differentiable_async_a2a_launch(x, None, 2, 0, 1, box)
+        x, work, buffer = platform.differentiable_async_a2a_launch(
+            x, None, 2, 0, 1, box
+        )
         other = x.exp().sum()
-        return platform.differentiable_async_a2a_wait(x, work, buffer, None, 2, 0, 1, box) + other
+        return (
+            platform.differentiable_async_a2a_wait(x, work, buffer, None, 2, 0, 1, box)
+            + other
+        )
 
     frame.check_on_this_rank(
         collective,
-        lambda xs: [y + x.exp().sum() for y, x in zip(exchange(xs, 0, 1), xs, strict=True)],
+        lambda xs: [
+            y + x.exp().sum() for y, x in zip(exchange(xs, 0, 1), xs, strict=True)
+        ],
         same_shapes(2, 2, 4),
         platform.get_rank(),
     )
@@ -259,7 +295,10 @@ def test_p2p_exchange():
     platform = get_platform()
     rank = platform.get_rank()
     frame.check_on_this_rank(
-        lambda x: platform.p2p_exchange(x, rank ^ 1), lambda xs: [xs[r ^ 1] for r in range(4)], same_shapes(4, 3), rank
+        lambda x: platform.p2p_exchange(x, rank ^ 1),
+        lambda xs: [xs[r ^ 1] for r in range(4)],
+        same_shapes(4, 3),
+        rank,
     )
     x = frame.leaf([1.0])
     assert platform.p2p_exchange(x, rank) is not x
@@ -285,17 +324,27 @@ def test_transform_steps_along_any_dim_with_uneven_pieces():
     rank = platform.get_rank()
     transform = platform.get_tensor_transform()
     whole = frame.tensor(frame.draw(6, 5, seed=9))
-    rows, columns = ([platform.chunk(whole, dim, 4, r) for r in range(4)] for dim in (0, 1))
+    rows, columns = (
+        [platform.chunk(whole, dim, 4, r) for r in range(4)] for dim in (0, 1)
+    )
     frame.check_on_this_rank(
         lambda x: transform.all_to_all(x, 0, 1, None, [r.shape[0] for r in rows]),
         lambda xs: [platform.chunk(platform.cat(xs), 1, 4, r) for r in range(4)],
         [frame.array(r) for r in rows],
         rank,
     )
-    frame.equal(transform.all_to_all(rows[rank], 0, 1, None, [r.shape[0] for r in rows]), columns[rank])
-    frame.equal(transform.all_gather(columns[rank], 1, None, [c.shape[1] for c in columns]), whole)
+    frame.equal(
+        transform.all_to_all(rows[rank], 0, 1, None, [r.shape[0] for r in rows]),
+        columns[rank],
+    )
+    frame.equal(
+        transform.all_gather(columns[rank], 1, None, [c.shape[1] for c in columns]),
+        whole,
+    )
     frame.equal(transform.slice(whole, 1, 4, rank), columns[rank])
-    frame.equal(transform.reduce_scatter(whole, 1, "sum", None), 4 * frame.array(columns[rank]))
+    frame.equal(
+        transform.reduce_scatter(whole, 1, "sum", None), 4 * frame.array(columns[rank])
+    )
     frame.equal(transform.all_reduce(whole, "max", None), whole)
     with pytest.raises(ValueError, match="both 1"):
         transform.all_to_all(whole, 1, -1, None)
@@ -307,21 +356,35 @@ def test_transform_steps_along_any_dim_with_uneven_pieces():
 def test_bad_input_names_what_is_wrong():
     platform = get_platform()
     x = frame.tensor(np.ones((4, 2)))
-    with pytest.raises(ValueError, match="op must be one of sum, avg, max, min, prod, got 'mean'"):
+    with pytest.raises(
+        ValueError, match="op must be one of sum, avg, max, min, prod, got 'mean'"
+    ):
         platform.differentiable_all_reduce(x, "mean", None)
-    with pytest.raises(ValueError, match="concat_size must be the group's size, 2, got 3"):
+    with pytest.raises(
+        ValueError, match="concat_size must be the group's size, 2, got 3"
+    ):
         platform.differentiable_all_gather_concat(x, None, 3, 0)
-    with pytest.raises(ValueError, match=r"concat_dim must be a dim of a tensor of shape \(4, 2\), got 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"concat_dim must be a dim of a tensor of shape \(4, 2\), got 2",
+    ):
         platform.differentiable_all_gather_concat(x, None, 2, 2)
     with pytest.raises(ValueError, match="sizes must give one size a rank"):
         platform.differentiable_all_gather_concat(x, None, 2, 0, [1, 1])
     with pytest.raises(ValueError, match="dev_num must be the group's size"):
         platform.differentiable_reduce_scatter(x, 4, 0, "sum", None)
-    with pytest.raises(ValueError, match=r"output_shape \(2, 3\) does not hold the input's 8 elements"):
+    with pytest.raises(
+        ValueError, match=r"output_shape \(2, 3\) does not hold the input's 8 elements"
+    ):
         platform.differentiable_all_to_all(x, (2, 3), None)
-    with pytest.raises(ValueError, match=r"input_splits \[1, 2\] add up to 3, but dim 0 has 4"):
+    with pytest.raises(
+        ValueError, match=r"input_splits \[1, 2\] add up to 3, but dim 0 has 4"
+    ):
         platform.differentiable_all_to_all_single(x, [1, 2], [2, 2], None)
-    with pytest.raises(ValueError, match=r"output_splits must be 2 sizes, one a rank, none negative, got \[5, -1\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"output_splits must be 2 sizes, one a rank, none negative, got \[5, -1\]",
+    ):
         platform.differentiable_all_to_all_single(x, [2, 2], [5, -1], None)
     with pytest.raises(ValueError, match="must be divisible by 2 ranks"):
         platform.differentiable_all_to_all_single(x[:3], None, None, None)
@@ -333,9 +396,13 @@ def test_bad_input_names_what_is_wrong():
         platform.differentiable_async_a2a_launch(x, None, 2, 1, -1)
     with pytest.raises(ValueError, match="out_perm must hold one piece a rank"):
         platform.differentiable_async_a2a_wait(x, None, x, None, 2, 0, 1)
-    with pytest.raises(ValueError, match=r"peer_rank must be one of the group's ranks \[0, 1\], got 7"):
+    with pytest.raises(
+        ValueError, match=r"peer_rank must be one of the group's ranks \[0, 1\], got 7"
+    ):
         platform.p2p_exchange(x, 7)
-    with pytest.raises(TypeError, match="expected a process group, an object with a group, or None"):
+    with pytest.raises(
+        TypeError, match="expected a process group, an object with a group, or None"
+    ):
         platform.differentiable_all_reduce(x, "sum", "tp")
     with pytest.raises(TypeError, match="expected a tensor, got list"):
         platform.differentiable_all_reduce([1.0], "sum", None)
@@ -348,7 +415,9 @@ def test_backward_whose_peer_never_comes_is_an_error():
     x = frame.leaf([1.0])
     y = platform.differentiable_all_reduce(x, "sum", group)
     if platform.get_rank() == 0:
-        with pytest.raises(CommunicationError, match=r"all_reduce on .* ranks that never came: \[1\]") as raised:
+        with pytest.raises(
+            CommunicationError, match=r"all_reduce on .* ranks that never came: \[1\]"
+        ) as raised:
             frame.run_backward([y.sum()])
         assert raised.value.missing == (1,)
     platform.barrier()

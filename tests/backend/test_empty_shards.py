@@ -11,7 +11,11 @@ platform = get_platform()
 
 
 def test_operands_that_a_result_does_not_depend_on_get_zeros():
-    used, unused, empty = frame.leaf(np.ones((2, 3))), frame.leaf(np.ones(4)), frame.leaf(np.ones((0, 3)))
+    used, unused, empty = (
+        frame.leaf(np.ones((2, 3))),
+        frame.leaf(np.ones(4)),
+        frame.leaf(np.ones((0, 3))),
+    )
     result = platform.tied(used * 2, [used, unused, empty])
     frame.equal(result, np.full((2, 3), 2.0))
     frame.backward([result], [np.full((2, 3), 5.0)])
@@ -41,7 +45,9 @@ def test_functions_of_nothing(function, expected):
 
 def test_what_has_elements_is_as_always():
     x, row = frame.leaf(np.ones((2, 3))), frame.leaf(np.arange(3.0))
-    result = platform.call_where_empty(lambda x, row: {"sum": (x * row).sum()}, (x,), {"row": row})["sum"]
+    result = platform.call_where_empty(
+        lambda x, row: {"sum": (x * row).sum()}, (x,), {"row": row}
+    )["sum"]
     frame.equal(result, np.float64(6.0))
     frame.backward([result], [np.float64(1.0)])
     frame.equal(frame.grad(x), np.tile(np.arange(3.0), (2, 1)))

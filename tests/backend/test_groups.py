@@ -15,13 +15,18 @@ if frame.IS_TORCH:
 
 
 def total(platform, group):
-    return frame.array(platform.all_reduce(frame.tensor([platform.get_rank() + 1.0]), group)).item()
+    return frame.array(
+        platform.all_reduce(frame.tensor([platform.get_rank() + 1.0]), group)
+    ).item()
 
 
 def test_one_process_without_a_group():
     platform = get_platform()
     assert (platform.get_rank(), platform.get_world_size()) == (0, 1)
-    with pytest.raises(RuntimeError, match=r"all_reduce: there is no process group; call init_process_group\(\) first"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"all_reduce: there is no process group; call init_process_group\(\) first",
+    ):
         platform.all_reduce(frame.tensor([1.0]), None)
     platform.destroy_process_group()  # nothing to leave
 
@@ -30,8 +35,13 @@ def test_a_program_that_was_not_launched_is_told_how(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     if frame.IS_TORCH:
-        monkeypatch.setenv("WORLD_SIZE", "2")  # without any of them it is a job of this process alone
-    with pytest.raises(ValueError, match="RANK expected, but not set.* Start the program with (torchrun|msrun)"):
+        monkeypatch.setenv(
+            "WORLD_SIZE", "2"
+        )  # without any of them it is a job of this process alone
+    with pytest.raises(
+        ValueError,
+        match="RANK expected, but not set.* Start the program with (torchrun|msrun)",
+    ):
         get_platform().init_process_group()
 
 
@@ -71,7 +81,9 @@ def test_members_alone_make_groups_and_only_once():
             sums[tuple(pair)] = total(platform, group)
         else:
             assert platform.get_created_group(pair) is None
-    assert sums == {pair: sum(pair) + 2 for pair in [(0, 1), (1, 2), (0, 2)] if rank in pair}
+    assert sums == {
+        pair: sum(pair) + 2 for pair in [(0, 1), (1, 2), (0, 2)] if rank in pair
+    }
 
 
 @on_ranks(4)
@@ -86,14 +98,20 @@ def test_split_group():
         assert mine is platform.get_created_group([0, 2] if rank != 1 else [1])
     if rank in (0, 2):
         inner = platform.split_group(mine, [[0], [1]], timeout=30)
-        assert platform.get_process_group_ranks(inner) == [rank]  # ranks in split_ranks are those of the parent
+        assert platform.get_process_group_ranks(inner) == [
+            rank
+        ]  # ranks in split_ranks are those of the parent
 
 
 @on_ranks(2)
 def test_groups_of_the_user_and_objects_that_have_a_group():
     platform = get_platform()
     # MindSpore's own groups exist under msrun alone, and are made by test_meeting_mindspore.py.
-    group = torch.distributed.new_group([0, 1]) if frame.IS_TORCH else platform.split_group(None, [[0, 1]], timeout=30)
+    group = (
+        torch.distributed.new_group([0, 1])
+        if frame.IS_TORCH
+        else platform.split_group(None, [[0, 1]], timeout=30)
+    )
     platform.mark_created_groups([group])
     assert platform.create_group([0, 1]) is group
     for holder in (
@@ -121,7 +139,9 @@ def test_leaving_the_job_forgets_everything():
     platform.forget_groups_with(lambda: forgotten.append(True))
     try:
         platform.create_group([0, 1])
-        platform.set_grad_reduce_handle(None, lambda: pytest.fail("must not run after the job has ended"))
+        platform.set_grad_reduce_handle(
+            None, lambda: pytest.fail("must not run after the job has ended")
+        )
         platform.destroy_process_group()
         assert forgotten == [True]
         assert EXISTING_COMM_GROUPS == {}
@@ -134,12 +154,17 @@ def test_leaving_the_job_forgets_everything():
 @on_ranks(2)
 def test_bad_ranks_and_groups():
     platform = get_platform()
-    for call in (platform.create_group, lambda ranks: platform.split_group(None, [ranks])):
+    for call in (
+        platform.create_group,
+        lambda ranks: platform.split_group(None, [ranks]),
+    ):
         for ranks in ([0, 5], [], [1, 1], ["0"]):
             with pytest.raises(ValueError, match=r"(create|split)_group: .*got "):
                 call(ranks)
     for nothing in (None, []):
-        with pytest.raises(ValueError, match="split_ranks must be a list of rank lists"):
+        with pytest.raises(
+            ValueError, match="split_ranks must be a list of rank lists"
+        ):
             platform.split_group(split_ranks=nothing)
     with pytest.raises(ValueError, match="none in two lists"):
         platform.split_group(split_ranks=[[0], [0, 1]])
@@ -149,8 +174,12 @@ def test_bad_ranks_and_groups():
         platform.get_backend(17)
     with pytest.raises(ValueError, match="rank .* is not a member of that group"):
         # What the frameworks give to a rank that is not in a new group.
-        platform.barrier(torch.distributed.GroupMember.NON_GROUP_MEMBER if frame.IS_TORCH else "")
-    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        platform.barrier(
+            torch.distributed.GroupMember.NON_GROUP_MEMBER if frame.IS_TORCH else ""
+        )
+    with pytest.raises(
+        ValueError, match="timeout must be a positive number of seconds"
+    ):
         platform.split_group(None, [[0, 1]], timeout=-1)
 
 
@@ -158,8 +187,13 @@ def join_alone(world_size):
     platform = get_platform()
     platform.destroy_process_group()
     store = platform.new_store(is_master=True)
-    with pytest.raises(CommunicationError, match=f"init_process_group: rank 0 could not join the job of {world_size}"):
-        platform.init_process_group(store=store, rank=0, world_size=world_size, timeout=1)
+    with pytest.raises(
+        CommunicationError,
+        match=f"init_process_group: rank 0 could not join the job of {world_size}",
+    ):
+        platform.init_process_group(
+            store=store, rank=0, world_size=world_size, timeout=1
+        )
 
 
 def test_a_job_whose_ranks_are_not_all_there_is_an_error():
@@ -169,7 +203,10 @@ def test_a_job_whose_ranks_are_not_all_there_is_an_error():
 def make_group_alone():
     platform = get_platform()
     if platform.get_rank() == 0:
-        with pytest.raises(CommunicationError, match=r"the creation of the group on ranks \[0, 1\].*never came: \[1\]"):
+        with pytest.raises(
+            CommunicationError,
+            match=r"the creation of the group on ranks \[0, 1\].*never came: \[1\]",
+        ):
             platform.split_group(None, [[0, 1]], timeout=1)
     platform.barrier()
 

@@ -27,7 +27,10 @@ def test_large_data_in_any_order_of_waiting(one_host):
     platform = get_platform()
     rank = platform.get_rank()
     platform._job.one_host = one_host
-    started = [platform.all_gather_into_tensor(large(10 * i + rank), None, async_op=True) for i in range(3)]
+    started = [
+        platform.all_gather_into_tensor(large(10 * i + rank), None, async_op=True)
+        for i in range(3)
+    ]
     for i in (0, 2, 1) if rank % 2 else (1, 0, 2):
         started[i][1].wait()
     for i, (gathered, _) in enumerate(started):
@@ -70,7 +73,10 @@ def send_another_size():
     platform = get_platform()
     rank = platform.get_rank()
     platform.isend(frame.tensor(np.ones(2 + rank)), 1 - rank)
-    with pytest.raises(ValueError, match=rf"rank {1 - rank} sent {3 - rank} elements of float64, but the tensor has 9"):
+    with pytest.raises(
+        ValueError,
+        match=rf"rank {1 - rank} sent {3 - rank} elements of float64, but the tensor has 9",
+    ):
         platform.irecv(frame.tensor(np.ones(9)), 1 - rank).wait()
 
 
@@ -84,13 +90,19 @@ def join_mccl():
     platform = get_platform()
     rank, store = platform.get_rank(), platform._job.store
     platform.destroy_process_group()
-    platform.init_process_group("mccl", store=store, rank=rank, world_size=2, timeout=60)
+    platform.init_process_group(
+        "mccl", store=store, rank=rank, world_size=2, timeout=60
+    )
     group = platform.create_group([0, 1])
     theirs = frame.tensor(np.array([rank + 1.0], np.float32))
     dist.all_reduce(theirs, group=group)  # MindSpore's own function takes our group
     platform.destroy_process_group()
-    with pytest.raises(RuntimeError, match="this process was rank .* of 2 and would be rank 0 of 1"):
-        platform.init_process_group("mccl", store=store.under("alone"), rank=0, world_size=1)
+    with pytest.raises(
+        RuntimeError, match="this process was rank .* of 2 and would be rank 0 of 1"
+    ):
+        platform.init_process_group(
+            "mccl", store=store.under("alone"), rank=0, world_size=1
+        )
     return frame.array(theirs).item(), platform.get_world_size()
 
 
@@ -136,10 +148,26 @@ SCRIPT = """
 def test_a_program_under_msrun(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(SCRIPT))
     binaries = Path(sys.executable).parent
-    command = [binaries / "msrun", "--worker_num=2", "--local_worker_num=2", "--join=True", "program.py"]
-    environment = {"PATH": f"{binaries}:/usr/bin:/bin", "GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    command = [
+        binaries / "msrun",
+        "--worker_num=2",
+        "--local_worker_num=2",
+        "--join=True",
+        "program.py",
+    ]
+    environment = {
+        "PATH": f"{binaries}:/usr/bin:/bin",
+        "GLOG_v": "3",
+        "OMP_NUM_THREADS": "1",
+    }
     run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     logs = "\n".join(log.read_text() for log in tmp_path.rglob("worker_*.log"))
     assert run.returncode == 0, run.stdout + run.stderr + logs

@@ -14,8 +14,11 @@ def test_the_pieces_put_together_are_the_batch():
     platform = get_platform()
     x, y = np.arange(12.0).reshape(6, 2), np.arange(12).reshape(2, 6)
     mask = frame.tensor(np.ones(3))
-    args, kwargs = platform.micro_batch(3, (None, 1, "whole"), {"z": SimpleNamespace(batch_dim=-1)})(
-        (frame.tensor(x), frame.tensor(y), mask), {"z": frame.tensor(y), "flag": True, "scale": frame.tensor(2.0)}
+    args, kwargs = platform.micro_batch(
+        3, (None, 1, "whole"), {"z": SimpleNamespace(batch_dim=-1)}
+    )(
+        (frame.tensor(x), frame.tensor(y), mask),
+        {"z": frame.tensor(y), "flag": True, "scale": frame.tensor(2.0)},
     )
     assert len(args) == len(kwargs) == 3
     frame.equal(platform.cat([a[0] for a in args]), x)
@@ -44,13 +47,20 @@ def test_bad_counts(count):
 def test_bad_batches():
     platform = get_platform()
     x = frame.tensor(np.ones((5, 2)))
-    with pytest.raises(ValueError, match=r"args\[0\] has 5 rows in its batch dim 0, which 2 does not divide"):
+    with pytest.raises(
+        ValueError,
+        match=r"args\[0\] has 5 rows in its batch dim 0, which 2 does not divide",
+    ):
         platform.micro_batch(2)([x])
     with pytest.raises(ValueError, match="labels has 5 rows"):
         platform.micro_batch(2)([], {"labels": x})
-    with pytest.raises(ValueError, match="args_batch_dim has 2 entries for 1 positional"):
+    with pytest.raises(
+        ValueError, match="args_batch_dim has 2 entries for 1 positional"
+    ):
         platform.micro_batch(5, (0, 1))([x])
     with pytest.raises(ValueError, match="its batch dim must be an int from -2 to 1"):
         platform.micro_batch(5, (2,))([x])
-    with pytest.raises(ValueError, match=r"kwargs_batch_dim names \['typo'\], but the call has \['x'\]"):
+    with pytest.raises(
+        ValueError, match=r"kwargs_batch_dim names \['typo'\], but the call has \['x'\]"
+    ):
         platform.micro_batch(5, None, {"typo": 0})([], {"x": x})

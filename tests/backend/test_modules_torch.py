@@ -22,7 +22,9 @@ def test_the_dims_of_weights(platform):
         (nn.LayerNorm(3), None),
     ):
         assert platform.projection(module) == dims
-    transposed = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})
+    transposed = type(
+        "Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"}
+    )
     assert platform.projection(transposed()) == ("linear", 1, 0, -1)
     assert platform.projection(type("Conv1D", (nn.Module,), {})()) is None
 
@@ -47,7 +49,9 @@ def test_a_checkpoint_in_torchs_own_format(platform, tmp_path):
     for name, value in model.state_dict().items():
         assert torch.equal(loaded[name], value), name
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(ValueError, match="ckpt_format must be one of safetensors, pt, got 'ckpt'"):
+    with pytest.raises(
+        ValueError, match="ckpt_format must be one of safetensors, pt, got 'ckpt'"
+    ):
         platform.save_checkpoint({}, tmp_path / "x", "ckpt")
 
 
@@ -64,11 +68,18 @@ def test_pickles_are_not_run(platform, tmp_path):
 
 def test_parts_of_an_optimizer(platform):
     layer = nn.Linear(2, 3)
-    optimizer = torch.optim.SGD([{"params": [layer.bias], "lr": 0.5}, {"params": [layer.weight]}], 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": [layer.bias], "lr": 0.5}, {"params": [layer.weight]}],
+        0.1,
+        momentum=0.9,
+    )
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
     groups, state = platform.optimizer_parts(optimizer)
-    assert [(group["params"], group["lr"]) for group in groups] == [([layer.bias], 0.5), ([layer.weight], 0.1)]
+    assert [(group["params"], group["lr"]) for group in groups] == [
+        ([layer.bias], 0.5),
+        ([layer.weight], 0.1),
+    ]
     assert torch.equal(state[layer.weight]["momentum_buffer"], layer.weight.grad)
     groups[0]["lr"] = 0.25
     assert optimizer.param_groups[0]["lr"] == 0.25

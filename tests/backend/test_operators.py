@@ -26,8 +26,13 @@ platform = get_platform()
 def test_names_lead_to_functions_and_back(name, arguments, expected):
     function = platform.operator(name)
     assert platform.get_op_name(function) == name
-    assert (platform.called(function).name, platform.called(function).inplace) == (name, False)
-    tensors = [frame.tensor(np.array(a)) if isinstance(a, list) else a for a in arguments]
+    assert (platform.called(function).name, platform.called(function).inplace) == (
+        name,
+        False,
+    )
+    tensors = [
+        frame.tensor(np.array(a)) if isinstance(a, list) else a for a in arguments
+    ]
     frame.equal(function(*tensors), expected, 1e-6)
 
 

@@ -47,12 +47,21 @@ def test_parameters_have_one_name():
     assert platform.called(F.softmax).parameters[:2] == ("input", "dim")
     assert platform.called(torch.split).parameters == ("input", "split_size", "dim")
     assert platform.called(torch.add).parameters is None
-    assert platform.named({"axis": 1, "keepdims": True, "other": 2}) == {"dim": 1, "keepdim": True, "other": 2}
+    assert platform.named({"axis": 1, "keepdims": True, "other": 2}) == {
+        "dim": 1,
+        "keepdim": True,
+        "other": 2,
+    }
 
 
 def test_names_lead_back_to_functions():
     x = torch.tensor([-1.0, 2.0])
-    for name, expected in (("relu", x.relu()), ("abs", x.abs()), ("vector_norm", x.norm()), ("softmax", x.softmax(0))):
+    for name, expected in (
+        ("relu", x.relu()),
+        ("abs", x.abs()),
+        ("vector_norm", x.norm()),
+        ("softmax", x.softmax(0)),
+    ):
         arguments = {"dim": 0} if name == "softmax" else {}
         torch.testing.assert_close(platform.operator(name)(x, **arguments), expected)
     with pytest.raises(AttributeError, match="torch has no operator 'nonsense'"):
@@ -153,8 +162,14 @@ def test_a_modules_own_tensors_and_its_forward_hook():
     assert "running_mean" in module.state_dict()
     seen = []
     linear = nn.Linear(2, 2)
-    platform.register_forward_hook(linear, lambda m, args, out: seen.append(len(args)) or out * 0)
+    platform.register_forward_hook(
+        linear, lambda m, args, out: seen.append(len(args)) or out * 0
+    )
     assert linear(torch.ones(1, 2)).abs().sum() == 0
-    platform.register_forward_hook(linear, lambda m, args, kwargs, out: seen.append(sorted(kwargs)), with_kwargs=True)
+    platform.register_forward_hook(
+        linear,
+        lambda m, args, kwargs, out: seen.append(sorted(kwargs)),
+        with_kwargs=True,
+    )
     linear(input=torch.ones(1, 2))
     assert seen == [1, 0, ["input"]]

@@ -30,7 +30,9 @@ class Block(platform.Module):
         self.runs += 1
         hidden = self.enter(x).exp().sin()
         if self.share:
-            hidden = frame.dropout(hidden, self.share) * platform.rand(tuple(hidden.shape))
+            hidden = frame.dropout(hidden, self.share) * platform.rand(
+                tuple(hidden.shape)
+            )
         x = x + self.leave(hidden * self.scale).sin()
         if shift is not None:
             x = x * shift
@@ -71,12 +73,27 @@ def by_ndim(tensor):
 
 
 def selective(policy, **options):
-    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, policy)
-    return lambda module: platform.ckpt_wrapper(module, context_fn=context_fn, **options)
+    context_fn = functools.partial(
+        platform.create_selective_checkpoint_contexts, policy
+    )
+    return lambda module: platform.ckpt_wrapper(
+        module, context_fn=context_fn, **options
+    )
 
 
 # Not what a dropout does in place.
-NAMES = {"exp", "sin", "add", "mul", "addmm", "matmul", "MatMul", "BiasAdd", "linear", "Dropout"}
+NAMES = {
+    "exp",
+    "sin",
+    "add",
+    "mul",
+    "addmm",
+    "matmul",
+    "MatMul",
+    "BiasAdd",
+    "linear",
+    "Dropout",
+}
 
 
 def saving(verdict, every=1):
@@ -101,12 +118,18 @@ WRAPPERS = {
     "select none": selective([]),
     "select by name": selective(saving(CheckpointPolicy.MUST_SAVE)),
     "select some": selective(saving(CheckpointPolicy.PREFER_SAVE, every=2)),
-    "select to the end": selective(saving(CheckpointPolicy.MUST_SAVE, every=2), early_stop=False),
-    "swap all operators": selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SWAP),
+    "select to the end": selective(
+        saving(CheckpointPolicy.MUST_SAVE, every=2), early_stop=False
+    ),
+    "swap all operators": selective(
+        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SWAP
+    ),
     "swap some operators": selective(saving(CheckpointPolicy.MUST_SWAP, every=3)),
     "select of ckpt": lambda m: selective(saving(True))(platform.ckpt_wrapper(m)),
     "ckpt of select": lambda m: platform.ckpt_wrapper(selective(saving(True))(m)),
-    "select of select": lambda m: selective(saving(True, every=2))(selective(saving(True, every=3))(m)),
+    "select of select": lambda m: selective(saving(True, every=2))(
+        selective(saving(True, every=3))(m)
+    ),
     "select of swap": lambda m: selective(saving(True))(platform.swap_wrapper(m)),
     "swap of select": lambda m: platform.swap_wrapper(selective(saving(True))(m)),
 }
@@ -148,7 +171,11 @@ def test_inside_a_model_and_with_keyword_tensors(wrap):
 
 
 def test_recompute_happens():
-    for wrap, runs in ((platform.ckpt_wrapper, 2), (platform.swap_wrapper, 1), (lambda m: m, 1)):
+    for wrap, runs in (
+        (platform.ckpt_wrapper, 2),
+        (platform.swap_wrapper, 1),
+        (lambda m: m, 1),
+    ):
         block = Block()
         run(wrap(block))
         assert block.runs == runs
@@ -174,7 +201,10 @@ def test_a_function_under_recompute():
         return (x.exp() * y).sin()
 
     gradients = []
-    for call in (function, lambda *a: platform.checkpoint(function, *a, use_reentrant=False)):
+    for call in (
+        function,
+        lambda *a: platform.checkpoint(function, *a, use_reentrant=False),
+    ):
         leaves = frame.leaf(X), frame.leaf(X + 1)
         frame.backward([call(*leaves)], [np.ones(X.shape)])
         gradients.append([frame.array(frame.grad(leaf)) for leaf in leaves])
@@ -195,7 +225,9 @@ def test_contexts_of_both_runs():
 
     block = Block()
     plain = run(block)
-    wrapped = platform.ckpt_wrapper(block, context_fn=lambda: (context("forward"), context("again")))
+    wrapped = platform.ckpt_wrapper(
+        block, context_fn=lambda: (context("forward"), context("again"))
+    )
     assert_same(run(wrapped), plain)
     assert log == ["enter forward", "leave forward", "enter again", "leave again"]
     with contextlib.ExitStack() as stack:
@@ -239,11 +271,18 @@ def test_the_policy_is_asked_about_operators_by_name():
         return True
 
     x = frame.leaf(X)
-    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, policy)
-    out = platform.checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False, context_fn=context_fn)
+    context_fn = functools.partial(
+        platform.create_selective_checkpoint_contexts, policy
+    )
+    out = platform.checkpoint(
+        lambda x: x.exp().sin(), x, use_reentrant=False, context_fn=context_fn
+    )
     frame.backward([out], [np.ones(X.shape)])
     assert asked == [("exp", (3, 4), 1), ("sin", (3, 4), 1)]
-    frame.equal(frame.grad(x), np.cos(np.exp(X.astype(np.float64))) * np.exp(X.astype(np.float64)))
+    frame.equal(
+        frame.grad(x),
+        np.cos(np.exp(X.astype(np.float64))) * np.exp(X.astype(np.float64)),
+    )
 
 
 @pytest.mark.parametrize("bad", [None, 3, [3], [None], ["no operator at all"]])
@@ -253,8 +292,12 @@ def test_no_policy(bad):
 
 
 def test_no_verdict():
-    with pytest.raises(ValueError, match="the checkpoint policy returned 'perhaps' for"):
-        selective(lambda ctx, op, *args, **kwargs: "perhaps")(Block())(frame.leaf(X, "float32"))
+    with pytest.raises(
+        ValueError, match="the checkpoint policy returned 'perhaps' for"
+    ):
+        selective(lambda ctx, op, *args, **kwargs: "perhaps")(Block())(
+            frame.leaf(X, "float32")
+        )
 
 
 def test_a_function_that_does_something_else_the_second_time():
@@ -265,7 +308,9 @@ def test_a_function_that_does_something_else_the_second_time():
         return x.exp().sin() if len(runs) == 1 else x.exp().exp()
 
     x = frame.leaf(X)
-    context_fn = functools.partial(platform.create_selective_checkpoint_contexts, saving(True, every=2))
+    context_fn = functools.partial(
+        platform.create_selective_checkpoint_contexts, saving(True, every=2)
+    )
     out = platform.checkpoint(forward, x, use_reentrant=False, context_fn=context_fn)
     with pytest.raises(RuntimeError, match="must do the same both times"):
         frame.backward([out], [np.ones(X.shape)])
@@ -277,9 +322,15 @@ def test_a_function_that_does_something_else_the_second_time():
 @pytest.mark.parametrize("wrap", SIMPLE)
 def test_state_goes_both_ways(wrap):
     bare = frame.sequential(Block(), frame.sequential(frame.linear(8, 8)))
-    wrapped = wrap(frame.sequential(wrap(wrap(Block())), wrap(frame.sequential(wrap(frame.linear(8, 8))))))
+    wrapped = wrap(
+        frame.sequential(
+            wrap(wrap(Block())), wrap(frame.sequential(wrap(frame.linear(8, 8))))
+        )
+    )
     assert list(wrapped.state_dict()) == list(bare.state_dict())
-    assert list(platform.parameters_dict(wrapped)) == list(platform.parameters_dict(bare))
+    assert list(platform.parameters_dict(wrapped)) == list(
+        platform.parameters_dict(bare)
+    )
     wrapped.load_state_dict(bare.state_dict())
     assert_same(list(frame.state(wrapped).values()), list(frame.state(bare).values()))
     bare.load_state_dict(wrapped.state_dict())
@@ -333,18 +384,29 @@ def test_parameters_stay_and_the_policy_decides():
         return tensor.ndim == 2
 
     run(platform.swap_wrapper(block, policy))
-    own = {t.untyped_storage().data_ptr() for named in frame.cells(block) for t in named.values()}
+    own = {
+        t.untyped_storage().data_ptr()
+        for named in frame.cells(block)
+        for t in named.values()
+    }
     assert seen
     assert not own & set(seen)
     sizes = []
-    for policy_fn in (lambda t: False, lambda t: t.untyped_storage().data_ptr() not in own, None):
+    for policy_fn in (
+        lambda t: False,
+        lambda t: t.untyped_storage().data_ptr() not in own,
+        None,
+    ):
         x = frame.leaf(X, "float32")
         with platform.async_save_on_cpu(policy_fn) as swap:
             out = block(x)
         frame.backward([out], [np.ones(out.shape)])
         sizes.append(swap.swapped_bytes)
     assert sizes[0] == 0 < sizes[1] <= sizes[2]
-    for make in (platform.async_save_on_cpu, lambda policy: platform.swap_wrapper(block, policy)):
+    for make in (
+        platform.async_save_on_cpu,
+        lambda policy: platform.swap_wrapper(block, policy),
+    ):
         with pytest.raises(ValueError, match="policy_fn must be a function"):
             make(3)
 

@@ -85,7 +85,11 @@ def assert_same(left, right):
 
 
 def selective(policy, **kwargs):
-    return {"context_fn": functools.partial(platform.create_selective_checkpoint_contexts, policy, **kwargs)}
+    return {
+        "context_fn": functools.partial(
+            platform.create_selective_checkpoint_contexts, policy, **kwargs
+        )
+    }
 
 
 def policy_for(**verdicts):
@@ -105,10 +109,18 @@ WRAPPERS = {
     "swap some": lambda m: platform.swap_wrapper(m, lambda t: t.dim() == 3),
     "swap of ckpt": lambda m: platform.swap_wrapper(platform.ckpt_wrapper(m)),
     "ckpt of swap": lambda m: platform.ckpt_wrapper(platform.swap_wrapper(m)),
-    "list": lambda m: platform.ckpt_wrapper(m, **selective([aten.addmm.default, aten.bmm])),
-    "save by policy": lambda m: platform.ckpt_wrapper(m, **selective(policy_for(addmm=MUST_SAVE, gelu=True))),
-    "swap by policy": lambda m: platform.ckpt_wrapper(m, **selective(policy_for(addmm=MUST_SWAP, bmm=MUST_SWAP))),
-    "swap all": lambda m: platform.ckpt_wrapper(m, **selective(lambda ctx, op, *a, **k: MUST_SWAP)),
+    "list": lambda m: platform.ckpt_wrapper(
+        m, **selective([aten.addmm.default, aten.bmm])
+    ),
+    "save by policy": lambda m: platform.ckpt_wrapper(
+        m, **selective(policy_for(addmm=MUST_SAVE, gelu=True))
+    ),
+    "swap by policy": lambda m: platform.ckpt_wrapper(
+        m, **selective(policy_for(addmm=MUST_SWAP, bmm=MUST_SWAP))
+    ),
+    "swap all": lambda m: platform.ckpt_wrapper(
+        m, **selective(lambda ctx, op, *a, **k: MUST_SWAP)
+    ),
 }
 
 
@@ -141,8 +153,12 @@ def test_inside_a_model_and_with_keyword_tensors(wrap):
     shift.grad = None
     assert_same([*gradients(wrapped, x), shift.grad], expected)
     assert wrapped.state_dict().keys() == plain.state_dict().keys()
-    assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    assert [n for n, _ in wrapped.named_buffers()] == [n for n, _ in plain.named_buffers()]
+    assert [n for n, _ in wrapped.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert [n for n, _ in wrapped.named_buffers()] == [
+        n for n, _ in plain.named_buffers()
+    ]
 
 
 def test_reentrant_flag_reaches_torch():
@@ -152,7 +168,9 @@ def test_reentrant_flag_reaches_torch():
         seen.update(kwargs)
         return function(*args)
 
-    assert torch.equal(platform.ckpt_wrapper(nn.Identity(), spy, debug=7)(torch.ones(1)), torch.ones(1))
+    assert torch.equal(
+        platform.ckpt_wrapper(nn.Identity(), spy, debug=7)(torch.ones(1)), torch.ones(1)
+    )
     assert seen == {"debug": 7}
     assert platform.checkpoint is torch.utils.checkpoint.checkpoint
     assert platform.noop_context_fn is torch.utils.checkpoint.noop_context_fn
@@ -164,23 +182,36 @@ def test_reentrant_flag_reaches_torch():
 @pytest.mark.parametrize("wrap", [platform.ckpt_wrapper, platform.swap_wrapper])
 def test_state_goes_both_ways(wrap):
     bare = nn.Sequential(Block(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)))
-    wrapped = wrap(nn.Sequential(wrap(wrap(Block())), wrap(nn.Sequential(wrap(nn.Linear(8, 8)), nn.BatchNorm1d(5)))))
+    wrapped = wrap(
+        nn.Sequential(
+            wrap(wrap(Block())),
+            wrap(nn.Sequential(wrap(nn.Linear(8, 8)), nn.BatchNorm1d(5))),
+        )
+    )
     assert list(wrapped.state_dict()) == list(bare.state_dict())
-    assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in bare.named_parameters()]
-    assert wrapped.load_state_dict(bare.state_dict()) == bare.load_state_dict(wrapped.state_dict())
+    assert [n for n, _ in wrapped.named_parameters()] == [
+        n for n, _ in bare.named_parameters()
+    ]
+    assert wrapped.load_state_dict(bare.state_dict()) == bare.load_state_dict(
+        wrapped.state_dict()
+    )
     assert_same(list(wrapped.state_dict().values()), list(bare.state_dict().values()))
     assert len(list(wrapped.parameters())) == len(list(bare.parameters()))
     assert len({id(m) for m in wrapped.modules()}) == len(list(wrapped.modules()))
 
 
 def test_load_reports_the_bare_names():
-    wrapped = nn.Sequential(platform.ckpt_wrapper(nn.Sequential(platform.swap_wrapper(nn.Linear(2, 3)))))
+    wrapped = nn.Sequential(
+        platform.ckpt_wrapper(nn.Sequential(platform.swap_wrapper(nn.Linear(2, 3))))
+    )
     state = {"0.0.weight": torch.zeros(3, 2), "0.0.extra": torch.zeros(1)}
     result = wrapped.load_state_dict(state, strict=False)
     assert result.missing_keys == ["0.0.bias"]
     assert result.unexpected_keys == ["0.0.extra"]
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.0\.weight"):
-        wrapped.load_state_dict({"0.0.weight": torch.zeros(9, 9), "0.0.bias": torch.zeros(3)})
+        wrapped.load_state_dict(
+            {"0.0.weight": torch.zeros(9, 9), "0.0.bias": torch.zeros(3)}
+        )
     assert list(state) == ["0.0.weight", "0.0.extra"]
 
 
@@ -204,7 +235,9 @@ def test_attributes_indexing_modes_and_copies(wrap):
     for twin in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         assert twin.qkv.weight is not inner.qkv.weight
         assert_same(list(twin.state_dict().values()), list(inner.state_dict().values()))
-        assert_same(gradients(twin, torch.ones(2, 5, 8)), gradients(inner, torch.ones(2, 5, 8)))
+        assert_same(
+            gradients(twin, torch.ones(2, 5, 8)), gradients(inner, torch.ones(2, 5, 8))
+        )
 
 
 def test_setting_what_the_module_owns_sets_it_there():
@@ -243,22 +276,41 @@ def test_recompute_happens_and_saved_operators_are_spared():
     # The last addmm's output is needed by nothing but the dropout after it, whose mask is enough.
     assert backward_ops(platform.ckpt_wrapper(block, early_stop=False), x)["addmm"] == 3
     for verdict in (MUST_SAVE, MUST_SWAP, CheckpointPolicy.PREFER_SAVE, True):
-        counts = backward_ops(platform.ckpt_wrapper(block, early_stop=False, **selective(policy_for(addmm=verdict))), x)
+        counts = backward_ops(
+            platform.ckpt_wrapper(
+                block, early_stop=False, **selective(policy_for(addmm=verdict))
+            ),
+            x,
+        )
         assert counts["addmm"] == 0
         assert counts["gelu"] == 1
     counts = backward_ops(
-        platform.ckpt_wrapper(block, early_stop=False, **selective([aten.addmm, aten.gelu.default])), x
+        platform.ckpt_wrapper(
+            block, early_stop=False, **selective([aten.addmm, aten.gelu.default])
+        ),
+        x,
     )
     assert (counts["addmm"], counts["gelu"], counts["native_layer_norm"]) == (0, 0, 2)
 
 
 @pytest.mark.parametrize(
     ("theirs", "runs"),
-    [("MUST_SAVE", 0), ("PREFER_SAVE", 0), ("MUST_CPU_OFFLOAD", 0), ("PREFER_RECOMPUTE", 1), ("MUST_RECOMPUTE", 1)],
+    [
+        ("MUST_SAVE", 0),
+        ("PREFER_SAVE", 0),
+        ("MUST_CPU_OFFLOAD", 0),
+        ("PREFER_RECOMPUTE", 1),
+        ("MUST_RECOMPUTE", 1),
+    ],
 )
 def test_torchs_own_policies_are_understood(theirs, runs):
     policy = policy_for(gelu=torch.utils.checkpoint.CheckpointPolicy[theirs])
-    assert backward_ops(platform.ckpt_wrapper(Block(), **selective(policy)), torch.randn(2, 5, 8))["gelu"] == runs
+    assert (
+        backward_ops(
+            platform.ckpt_wrapper(Block(), **selective(policy)), torch.randn(2, 5, 8)
+        )["gelu"]
+        == runs
+    )
 
 
 @pytest.mark.parametrize("verdict", [MUST_SAVE, MUST_SWAP])
@@ -281,7 +333,9 @@ def test_draws_after_a_saved_draw_stay_the_same(verdict):
     after = []
     plain = gradients(Noisy(), x)
     after.append(torch.rand(1))
-    assert_same(gradients(platform.ckpt_wrapper(Noisy(), **selective(policy)), x), plain)
+    assert_same(
+        gradients(platform.ckpt_wrapper(Noisy(), **selective(policy)), x), plain
+    )
     after.append(torch.rand(1))
     assert torch.equal(*after)
 
@@ -314,8 +368,13 @@ def test_in_place_operators_are_right_or_refused(verdict):
     x = torch.randn(4, 4)
     plain = gradients(InPlace(), x)
     only_in_place = policy_for(mul_=verdict, add_=verdict)
-    assert_same(gradients(platform.ckpt_wrapper(InPlace(), **selective(only_in_place)), x), plain)
-    everything = platform.ckpt_wrapper(InPlace(), **selective(lambda ctx, op, *a, **k: verdict))
+    assert_same(
+        gradients(platform.ckpt_wrapper(InPlace(), **selective(only_in_place)), x),
+        plain,
+    )
+    everything = platform.ckpt_wrapper(
+        InPlace(), **selective(lambda ctx, op, *a, **k: verdict)
+    )
     if verdict is MUST_SWAP:
         assert_same(gradients(everything, x), plain)
     else:
@@ -331,7 +390,9 @@ def test_second_backward():
     loss.backward()
     assert torch.equal(x.grad, 2 * first)
     for verdict in (MUST_SAVE, MUST_SWAP):
-        loss = platform.ckpt_wrapper(Block(), **selective(policy_for(addmm=verdict)))(x).sum()
+        loss = platform.ckpt_wrapper(Block(), **selective(policy_for(addmm=verdict)))(
+            x
+        ).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="backward an extra time"):
             loss.backward()
@@ -346,7 +407,9 @@ def test_a_recompute_that_does_something_else_is_refused():
     x = torch.randn(3, requires_grad=True)
     out = platform.checkpoint(forward, x, use_reentrant=False, **selective([aten.sin]))
     flag[0] = True
-    with pytest.raises(RuntimeError, match=r"exp.*runs for time 1 .* ran 0 times in forward"):
+    with pytest.raises(
+        RuntimeError, match=r"exp.*runs for time 1 .* ran 0 times in forward"
+    ):
         out.sum().backward()
 
 
@@ -364,7 +427,9 @@ def test_bad_policies(bad):
 
 @pytest.mark.parametrize("returned", [None, "must_save", 1, {}])
 def test_a_policy_that_returns_nonsense(returned):
-    module = platform.ckpt_wrapper(nn.Linear(2, 2), **selective(lambda ctx, op, *a, **k: returned))
+    module = platform.ckpt_wrapper(
+        nn.Linear(2, 2), **selective(lambda ctx, op, *a, **k: returned)
+    )
     with pytest.raises(ValueError, match=r"returned .* for aten\..*MUST_SWAP"):
         module(torch.ones(1, 2, requires_grad=True))
 
@@ -445,7 +510,11 @@ def test_every_kind_of_tensor_comes_back(name):
     tensor = odd_tensors()[name]
     (back,), swap = round_trip(tensor)
     assert torch.equal(back, tensor)
-    assert (back.dtype, back.device, back.shape) == (tensor.dtype, tensor.device, tensor.shape)
+    assert (back.dtype, back.device, back.shape) == (
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+    )
     if name in {"transposed", "channels last", "expanded scalar"}:
         assert back.stride() == tensor.stride()
     assert swap.swapped_tensors == (name != "empty")
@@ -461,7 +530,10 @@ def test_one_copy_of_what_is_saved_often():
     x = torch.randn(4, 6)
     back, swap = round_trip(x, x, x.view(-1), x.t(), x[:2])
     assert swap.swapped_tensors == 2  # the half is a copy of its own
-    assert all(torch.equal(a, b) for a, b in zip(back, (x, x, x.view(-1), x.t(), x[:2]), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(back, (x, x, x.view(-1), x.t(), x[:2]), strict=True)
+    )
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor():
@@ -470,7 +542,9 @@ def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor():
         out = anchor
         expected = []
         for i in range(20):
-            saved = torch.full((1000,), float(i))  # the allocator hands out the same address again
+            saved = torch.full(
+                (1000,), float(i)
+            )  # the allocator hands out the same address again
             out = Saves.apply(out, saved)
             expected.append(i)
             del saved
@@ -547,7 +621,9 @@ def test_swap_wrapper_spares_parameters_and_buffers():
 
     seen = []
     module = Detached()
-    platform.swap_wrapper(module, lambda t: bool(seen.append(t.data_ptr())) or True)(torch.randn(3, requires_grad=True))
+    platform.swap_wrapper(module, lambda t: bool(seen.append(t.data_ptr())) or True)(
+        torch.randn(3, requires_grad=True)
+    )
     assert seen
     assert not {module.weight.data_ptr(), module.table.data_ptr()} & set(seen)
 
@@ -600,8 +676,13 @@ def test_in_place_changes_after_saving_are_right_or_refused():
         return x
 
     x = run(None)
-    assert torch.allclose(x.grad, 2 * (2 * x).cos().detach() + 6 * (6 * x).cos().detach())
-    with pytest.raises(RuntimeError, match=r"modified by an in-place operation.*version 1, saved was version 0"):
+    assert torch.allclose(
+        x.grad, 2 * (2 * x).cos().detach() + 6 * (6 * x).cos().detach()
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"modified by an in-place operation.*version 1, saved was version 0",
+    ):
         run(lambda t: False)
 
 
@@ -626,7 +707,9 @@ def test_aliases_with_versions_of_their_own_are_not_mixed_up():
 
 
 def test_backward_is_fed_ahead():
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    layers = nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]
+    )
     x = torch.randn(4, 8)
     plain = gradients(layers, x)
     layers.zero_grad()
@@ -638,7 +721,9 @@ def test_backward_is_fed_ahead():
     loss.backward()
     # All but the last packed arrive ahead of use, each once.
     assert swap.prefetched == swap.swapped_tensors - 1
-    assert_same([out.detach(), leaf.grad, *(p.grad for p in layers.parameters())], plain)
+    assert_same(
+        [out.detach(), leaf.grad, *(p.grad for p in layers.parameters())], plain
+    )
 
 
 def test_a_step_of_training_under_one_context():
@@ -711,11 +796,23 @@ def test_order_of_streams_and_events(monkeypatch):
     empty_like = torch.empty_like
     monkeypatch.setattr(swap_module, "streams_of", lambda device: fake)
     monkeypatch.setattr(swap_module, "_side_stream", fake.Stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: fake.log.append(f"held for {stream.name}"))
-    monkeypatch.setattr(torch, "empty_like", lambda t, device, pin_memory: empty_like(t, device=device))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda t, stream: fake.log.append(f"held for {stream.name}"),
+    )
+    monkeypatch.setattr(
+        torch, "empty_like", lambda t, device, pin_memory: empty_like(t, device=device)
+    )
     x = torch.randn(3)
     copied = swap_module.HostCopy(x)
     assert fake.log == ["side waits for main", "on side", "off side", "held for side"]
     fake.log.clear()
     assert torch.equal(copied.take(), x)
-    assert fake.log == ["on side", "event on side", "off side", "main waits for the event", "held for main"]
+    assert fake.log == [
+        "on side",
+        "event on side",
+        "off side",
+        "main waits for the event",
+        "held for main",
+    ]

@@ -34,7 +34,9 @@ def share(*size, dtype=None, group=None):
 
 def put(tensor, value):
     """Fills a tensor, in its own memory."""
-    get_platform().copy_into(tensor, get_platform().full(tuple(tensor.shape), value, tensor.dtype))
+    get_platform().copy_into(
+        tensor, get_platform().full(tuple(tensor.shape), value, tensor.dtype)
+    )
 
 
 def values(tensor):
@@ -72,7 +74,10 @@ def test_a_rank_writes_into_the_memory_of_its_peers():
     put(mine, 0)
     handle.barrier()
     for peer in range(4):
-        put(handle.get_buffer(peer, (1,), int64, storage_offset=handle.rank), 10 * handle.rank + peer)
+        put(
+            handle.get_buffer(peer, (1,), int64, storage_offset=handle.rank),
+            10 * handle.rank + peer,
+        )
     handle.barrier()
     assert values(mine) == [10 * sender + handle.rank for sender in range(4)]
 
@@ -81,7 +86,10 @@ def test_a_rank_writes_into_the_memory_of_its_peers():
 def test_own_buffer_is_the_tensor_itself():
     mine, handle = share(8)
     assert handle.get_buffer(handle.rank, (8,), float32).data_ptr() == mine.data_ptr()
-    assert handle.get_buffer(handle.rank, (2,), float64, 2).data_ptr() == mine[4:].data_ptr()
+    assert (
+        handle.get_buffer(handle.rank, (2,), float64, 2).data_ptr()
+        == mine[4:].data_ptr()
+    )
 
 
 @on_ranks(2)
@@ -93,7 +101,9 @@ def test_buffers_outlive_tensor_and_handle():
     handle.barrier()
     del mine
     gc.collect()
-    assert values(handle.get_buffer(handle.rank, (3,), float32)) == [handle.rank + 1.0] * 3
+    assert (
+        values(handle.get_buffer(handle.rank, (3,), float32)) == [handle.rank + 1.0] * 3
+    )
     handle.barrier()
     handle.close()
     get_platform().barrier()
@@ -131,7 +141,9 @@ def test_all_reduce_by_hand_equals_all_reduce():
         for peer in range(4):
             total_handle.get_buffer(peer, (64, 5), float32)[rows] = added
         total_handle.barrier()
-        frame.equal(total, get_platform().all_reduce(frame.tensor(data), None), accuracy=1e-5)
+        frame.equal(
+            total, get_platform().all_reduce(frame.tensor(data), None), accuracy=1e-5
+        )
         data = frame.array(total / 2)
         total_handle.barrier()
 
@@ -197,7 +209,9 @@ def test_a_second_signal_waits_until_the_first_is_taken():
     _, handle = share(1)
     if handle.rank == 0:
         handle.put_signal(1)
-        with pytest.raises(CommunicationError, match="rank 1 has not taken the signal before") as caught:
+        with pytest.raises(
+            CommunicationError, match="rank 1 has not taken the signal before"
+        ) as caught:
             handle.put_signal(1, timeout_ms=30)
         assert caught.value.missing == (1,)
         handle.barrier()
@@ -213,7 +227,10 @@ def test_a_second_signal_waits_until_the_first_is_taken():
 @on_ranks(2)
 def test_a_rank_may_signal_itself_and_from_threads():
     _, handle = share(1)
-    threads = [threading.Thread(target=handle.wait_signal, args=(handle.rank, 5)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=handle.wait_signal, args=(handle.rank, 5))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for _ in threads:
@@ -237,14 +254,18 @@ def test_sub_groups_use_their_own_ranks():
     assert (handle.rank, handle.world_size) == (members.index(rank), 2)
     put(mine, rank)
     handle.barrier()
-    assert [values(handle.get_buffer(peer, (1,), float32))[0] for peer in range(2)] == members
+    assert [
+        values(handle.get_buffer(peer, (1,), float32))[0] for peer in range(2)
+    ] == members
     handle.barrier()
     other = handle.world_size - 1 - handle.rank
     if handle.rank == 0:
         with pytest.raises(CommunicationError) as caught:
             handle.wait_signal(other, timeout_ms=30)
         assert caught.value.ranks == tuple(members)
-        assert caught.value.missing == (members[1],)  # global ranks, as in every CommunicationError
+        assert caught.value.missing == (
+            members[1],
+        )  # global ranks, as in every CommunicationError
     platform.barrier()
 
 
@@ -255,7 +276,9 @@ def test_one_tensor_in_several_groups():
     handler = new_handler()
     mine = handler.empty(1, device="cpu")
     world = handler.rendezvous(mine)
-    pair = handler.rendezvous(mine, platform.create_group([0, 1] if rank < 2 else [2, 3]))
+    pair = handler.rendezvous(
+        mine, platform.create_group([0, 1] if rank < 2 else [2, 3])
+    )
     assert pair is not world
     put(mine, rank)
     pair.barrier()
@@ -279,7 +302,10 @@ def test_a_second_rendezvous_gives_the_same_handle():
     assert again is not handle
     put(tensor, again.rank)
     again.barrier()
-    assert values(again.get_buffer(1 - again.rank, (4,), float32)) == [1.0 - again.rank] * 4
+    assert (
+        values(again.get_buffer(1 - again.rank, (4,), float32))
+        == [1.0 - again.rank] * 4
+    )
 
 
 # --- faults
@@ -291,11 +317,16 @@ def test_a_signal_that_never_comes_is_named_in_time():
     if handle.rank == 0:
         before = time.monotonic()
         with pytest.raises(
-            CommunicationError, match=r"rank 0: .*wait_signal on channel 7.*rank 2 sent no signal within 0\.1 s"
+            CommunicationError,
+            match=r"rank 0: .*wait_signal on channel 7.*rank 2 sent no signal within 0\.1 s",
         ) as caught:
             handle.wait_signal(2, channel=7, timeout_ms=100)
         assert 0.1 <= time.monotonic() - before < 2
-        assert (caught.value.collective, caught.value.ranks, caught.value.missing) == ("wait_signal", (0, 1, 2), (2,))
+        assert (caught.value.collective, caught.value.ranks, caught.value.missing) == (
+            "wait_signal",
+            (0, 1, 2),
+            (2,),
+        )
     handle.barrier()
 
 
@@ -303,7 +334,9 @@ def test_a_signal_that_never_comes_is_named_in_time():
 def test_who_misses_a_barrier_is_named_and_it_can_be_tried_again():
     mine, handle = share(1)
     if handle.rank == 0:
-        with pytest.raises(CommunicationError, match=r"barrier on channel 2: .*rank 1, 2 did not come") as caught:
+        with pytest.raises(
+            CommunicationError, match=r"barrier on channel 2: .*rank 1, 2 did not come"
+        ) as caught:
             handle.barrier(channel=2, timeout_ms=50)
         assert (caught.value.collective, caught.value.missing) == ("barrier", (1, 2))
     get_platform().barrier()
@@ -332,19 +365,33 @@ def test_shapes_that_differ_raise_on_every_rank():
     handler = new_handler()
     rank = get_platform().get_rank()
     tensor = handler.empty(5 if rank == 2 else 4, device="cpu")
-    with pytest.raises(ValueError, match=r"ranks \[0, 1, 3\]: \(4,\) float32 .*ranks \[2\]: \(5,\) float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranks \[0, 1, 3\]: \(4,\) float32 .*ranks \[2\]: \(5,\) float32",
+    ):
         handler.rendezvous(tensor)
     assert own_names() == []
-    tensor = handler.empty(4, dtype=frame.dtype("int32" if rank == 0 else "float32"), device="cpu")
-    with pytest.raises(ValueError, match=r"ranks \[0\]: \(4,\) int32 .*ranks \[1, 2, 3\]: \(4,\) float32"):
+    tensor = handler.empty(
+        4, dtype=frame.dtype("int32" if rank == 0 else "float32"), device="cpu"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"ranks \[0\]: \(4,\) int32 .*ranks \[1, 2, 3\]: \(4,\) float32",
+    ):
         handler.rendezvous(tensor)
 
 
 @on_ranks(2)
 def test_a_tensor_from_elsewhere_raises_on_every_rank():
     handler = new_handler()
-    tensor = frame.tensor(np.ones(4), "float32") if get_platform().get_rank() == 1 else handler.empty(4, device="cpu")
-    with pytest.raises(ValueError, match=r"on rank 1 of ranks \[0, 1\]: .*handler\.empty"):
+    tensor = (
+        frame.tensor(np.ones(4), "float32")
+        if get_platform().get_rank() == 1
+        else handler.empty(4, device="cpu")
+    )
+    with pytest.raises(
+        ValueError, match=r"on rank 1 of ranks \[0, 1\]: .*handler\.empty"
+    ):
         handler.rendezvous(tensor)
 
 
@@ -355,7 +402,9 @@ def test_ranks_on_several_hosts_raise_on_every_rank():
     real, rank = shared_files._host, get_platform().get_rank()
     shared_files._host = lambda: f"host{rank}"
     try:
-        with pytest.raises(RuntimeError, match=r"one host.*ranks \[0\]: host0; ranks \[1\]: host1"):
+        with pytest.raises(
+            RuntimeError, match=r"one host.*ranks \[0\]: host0; ranks \[1\]: host1"
+        ):
             handler.rendezvous(tensor)
     finally:
         shared_files._host = real
@@ -370,7 +419,9 @@ def test_memory_that_cannot_be_mapped_raises_on_every_rank():
     if get_platform().get_rank() == 1:
         shared_files._map = lambda path, length: real(path + "elsewhere", length)
     try:
-        with pytest.raises(RuntimeError, match=r"ranks \[1\] of \[0, 1\] cannot map .*No such file"):
+        with pytest.raises(
+            RuntimeError, match=r"ranks \[1\] of \[0, 1\] cannot map .*No such file"
+        ):
             handler.rendezvous(tensor)
     finally:
         shared_files._map = real
@@ -387,8 +438,14 @@ def test_wrong_arguments_are_named():
         (lambda: handle.get_buffer(2, (1,), float32), "rank must be 0 to 1, got 2"),
         (lambda: handle.barrier(channel=64), "channel must be 0 to 63, got 64"),
         (lambda: handle.barrier(timeout_ms=-5), "timeout_ms must be .* got -5"),
-        (lambda: handle.get_buffer(0, (5,), float32), r"\(5,\) of .*loat32 .*the 16 bytes"),
-        (lambda: handle.get_buffer(0, (4,), float32, 1), "from element 1 on do not fit"),
+        (
+            lambda: handle.get_buffer(0, (5,), float32),
+            r"\(5,\) of .*loat32 .*the 16 bytes",
+        ),
+        (
+            lambda: handle.get_buffer(0, (4,), float32, 1),
+            "from element 1 on do not fit",
+        ),
         (lambda: handle.get_buffer(0, (1,), float32, -1), "from element -1 on"),
         (lambda: handler.empty(-1), "sizes must be integers"),
         (lambda: handler.empty(1.5), "sizes must be integers"),
@@ -470,7 +527,12 @@ if sys.argv[1] == "kill":
 def test_no_name_outlives_its_process(end):
     environment = dict(os.environ)
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, end], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, "-c", SCRIPT, end],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
     )
     assert ran.returncode == (0 if end == "exit" else -signal.SIGKILL), ran.stderr
     assert ran.stdout.startswith(str(shared_files.SHARED_DIRECTORY))

@@ -15,7 +15,9 @@ platform = get_platform()
 WRITES = {
     "assign": ops.assign,
     "copy_": lambda target, value: target.copy_(value),
-    "an item at a time": lambda target, value: [target.__setitem__(i, value[i]) for i in range(len(value))],
+    "an item at a time": lambda target, value: [
+        target.__setitem__(i, value[i]) for i in range(len(value))
+    ],
     "a slice": lambda target, value: target.__setitem__(slice(None), value),
     "items of views": lambda target, value: (
         target[:4].__setitem__(slice(None), value[:4]),
@@ -36,11 +38,15 @@ def test_what_operators_write_the_other_rank_reads(way, is_recorded):
     peer = 1 - handle.rank
     theirs = handle.get_buffer(peer, tuple(mine.shape), mindspore.float32)
     for number in range(3):
-        value = mint.matmul(mint.ones((600, 600)), mint.ones((600, 600))) * (number + handle.rank)  # takes its time
+        value = mint.matmul(mint.ones((600, 600)), mint.ones((600, 600))) * (
+            number + handle.rank
+        )  # takes its time
         WRITES[way](mine, value if mine.ndim == 2 else value[0, :8])
         handle.barrier()
         found = (theirs + 1).asnumpy()
-        assert np.array_equal(found, np.full(mine.shape, 600.0 * (number + peer) + 1, np.float32))
+        assert np.array_equal(
+            found, np.full(mine.shape, 600.0 * (number + peer) + 1, np.float32)
+        )
         handle.barrier()
     private.executor().set_grad_flag(False)
 
@@ -64,7 +70,12 @@ def test_what_was_called_before_a_barrier_has_read_by_then():
 
 def test_what_cannot_be_had():
     memory = platform.get_symmetric_memory_handler()
-    with pytest.raises(ValueError, match=r"cannot make a tensor of float8_e4m3fn .*share bytes"):
+    with pytest.raises(
+        ValueError, match=r"cannot make a tensor of float8_e4m3fn .*share bytes"
+    ):
         memory.empty(4, dtype=mindspore.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match="not available on device 'Ascend': MindSpore has none on an accelerator"):
+    with pytest.raises(
+        RuntimeError,
+        match="not available on device 'Ascend': MindSpore has none on an accelerator",
+    ):
         memory.empty(4, device="npu")

@@ -50,7 +50,11 @@ def run_model(x, weights, coordinator=None, log=None, fail_at=None):
     log = [] if log is None else log
 
     def hook(x, name):
-        return x if coordinator is None else get_platform().differentiable_sync_hook(x, name, coordinator)
+        return (
+            x
+            if coordinator is None
+            else get_platform().differentiable_sync_hook(x, name, coordinator)
+        )
 
     for layer, weight in enumerate(weights):
         x = Communication.apply(hook(x, "A"), log)
@@ -64,17 +68,25 @@ def run_model(x, weights, coordinator=None, log=None, fail_at=None):
 
 
 def new_leaves(seed):
-    return [frame.leaf(frame.draw(4, 4, seed=100 * seed + i), "float32") for i in range(LAYERS + 1)]
+    return [
+        frame.leaf(frame.draw(4, 4, seed=100 * seed + i), "float32")
+        for i in range(LAYERS + 1)
+    ]
 
 
 def same(actual, expected):
     """Equal bit by bit."""
-    return np.array_equal(*(frame.array(get_platform().detach(x)) for x in (actual, expected)))
+    return np.array_equal(
+        *(frame.array(get_platform().detach(x)) for x in (actual, expected))
+    )
 
 
 def gradients(leaves):
     """The gradients of the sum of the model's output, alone."""
-    fresh = [frame.leaf(frame.array(get_platform().detach(leaf)), "float32") for leaf in leaves]
+    fresh = [
+        frame.leaf(frame.array(get_platform().detach(leaf)), "float32")
+        for leaf in leaves
+    ]
     frame.run_backward([run_model(fresh[0], fresh[1:]).sum()])
     return [frame.grad(leaf) for leaf in fresh]
 
@@ -104,7 +116,9 @@ def test_forward_and_backward_take_turns_and_change_nothing():
     log.clear()
     coordinator.enable()
     y1, failure = side_by_side(
-        coordinator, lambda: run_model(x1, w1, coordinator, log), lambda: frame.run_backward([y2.sum()])
+        coordinator,
+        lambda: run_model(x1, w1, coordinator, log),
+        lambda: frame.run_backward([y2.sum()]),
     )
 
     assert failure is None, failure
@@ -120,7 +134,10 @@ def test_forward_and_backward_take_turns_and_change_nothing():
 
 def assert_alternates(log):
     """Each meeting lets COMM go on, then COMPUTE; in between COMM's side launches, forward and backward in turn."""
-    assert log[0] == ("launched", "backward")  # the last combine's adjoint: no hook stands before it
+    assert log[0] == (
+        "launched",
+        "backward",
+    )  # the last combine's adjoint: no hook stands before it
     meetings = [log[at : at + 3] for at in range(1, len(log), 3)]
     sides = ["forward", "backward"] * LAYERS
     assert meetings == [
@@ -176,7 +193,9 @@ def test_a_forward_that_fails_releases_the_backward():
     coordinator.enable()
     before = time.monotonic()
     failed, released = side_by_side(
-        coordinator, lambda: run_model(x1, w1, coordinator, fail_at=1), lambda: frame.run_backward([y2.sum()])
+        coordinator,
+        lambda: run_model(x1, w1, coordinator, fail_at=1),
+        lambda: frame.run_backward([y2.sum()]),
     )
     assert time.monotonic() - before < 10
     assert isinstance(failed, ZeroDivisionError)
@@ -193,7 +212,9 @@ def test_a_backward_that_fails_releases_the_forward():
     coordinator.enable()
     before = time.monotonic()
     released, failed = side_by_side(
-        coordinator, lambda: run_model(x1, w1, coordinator), lambda: frame.run_backward([y2.sum()])
+        coordinator,
+        lambda: run_model(x1, w1, coordinator),
+        lambda: frame.run_backward([y2.sum()]),
     )
     assert time.monotonic() - before < 10
     assert isinstance(failed, ZeroDivisionError)
@@ -213,7 +234,9 @@ def test_the_side_that_finishes_first_lets_the_other_run_on():
     y2 = run_model(x2, w2[:1], coordinator)  # one layer only, of three
     coordinator.enable()
     y1, failure = side_by_side(
-        coordinator, lambda: run_model(x1, w1, coordinator), lambda: frame.run_backward([y2.sum()])
+        coordinator,
+        lambda: run_model(x1, w1, coordinator),
+        lambda: frame.run_backward([y2.sum()]),
     )
     assert failure is None
     assert same(y1, expected)
@@ -222,7 +245,9 @@ def test_the_side_that_finishes_first_lets_the_other_run_on():
 @pytest.mark.parametrize("name", ["E", "", "a", None])
 def test_an_unknown_hook_is_refused(name):
     with pytest.raises(ValueError, match="hook_name must be one of A, B, C, D"):
-        get_platform().differentiable_sync_hook(frame.tensor([1.0]), name, HookCoordinator())
+        get_platform().differentiable_sync_hook(
+            frame.tensor([1.0]), name, HookCoordinator()
+        )
 
 
 @pytest.mark.parametrize("value", [None, [1.0], 3.0])

@@ -33,7 +33,9 @@ def test_assigning_to_some_places(platform):
     x = tensor([[1.0, 2.0], [3.0, 4.0]])
     changed = platform.assign(x, (slice(0, 1), slice(0, 2)), 5.0)
     assert changed.tolist() == [[5.0, 5.0], [3.0, 4.0]]
-    changed = platform.assign(changed, (slice(0, 2), slice(1, 2)), tensor([[7.0], [8.0]]))
+    changed = platform.assign(
+        changed, (slice(0, 2), slice(1, 2)), tensor([[7.0], [8.0]])
+    )
     assert changed.tolist() == [[5.0, 7.0], [3.0, 8.0]]
 
 
@@ -48,7 +50,9 @@ def test_adding_to_a_gradient(platform):
 @pytest.mark.parametrize("size", [0, 1, 5, 6, 7, 8])
 def test_chunk_has_torch_chunk_sizes_and_empty_pieces(platform, size, pieces):
     x = np.arange(size * 2.0).reshape(2, size)
-    rows = -(-size // pieces)  # torch.chunk: all of one size, the last less, those after it empty
+    rows = -(
+        -size // pieces
+    )  # torch.chunk: all of one size, the last less, those after it empty
     assert chunk_span(size, pieces, 0) == (0, rows)
     for index in range(pieces):
         expected = x[:, index * rows : (index + 1) * rows]
@@ -81,10 +85,16 @@ def test_clone(platform):
     assert frame.array(platform.detach(x)).any()
 
 
-@pytest.mark.parametrize(("name", "value"), [("int64", 2**62 + 1), ("uint8", 255), ("bool", True), ("float16", 0.1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("int64", 2**62 + 1), ("uint8", 255), ("bool", True), ("float16", 0.1)],
+)
 def test_a_clone_has_the_same_bits(platform, name, value):
     x = platform.full((2, 3), value, dtype=dtype(name))
-    assert platform.tensor_memory(platform.clone(x)).tobytes() == platform.tensor_memory(x).tobytes()
+    assert (
+        platform.tensor_memory(platform.clone(x)).tobytes()
+        == platform.tensor_memory(x).tobytes()
+    )
 
 
 def test_a_clone_does_not_hold_on_to_what_it_was_cut_from(platform):
@@ -97,11 +107,18 @@ def test_a_clone_does_not_hold_on_to_what_it_was_cut_from(platform):
 
 def test_cat(platform):
     x, y = np.ones((1, 2)), np.zeros((1, 2))
-    assert frame.array(platform.cat([tensor(x), tensor(y)], 1)).tolist() == [[1, 1, 0, 0]]
-    assert frame.array(platform.cat([tensor(x[:, :0]), tensor(x)], 1)).tolist() == [[1, 1]]
+    assert frame.array(platform.cat([tensor(x), tensor(y)], 1)).tolist() == [
+        [1, 1, 0, 0]
+    ]
+    assert frame.array(platform.cat([tensor(x[:, :0]), tensor(x)], 1)).tolist() == [
+        [1, 1]
+    ]
 
 
-@pytest.mark.parametrize("case", [(0, 5, 1), (1, 4, 2), (4, 0, -1), (-1, -6, -2), (0, 99, 3), (3, 3, 1), (2, 0, 1)])
+@pytest.mark.parametrize(
+    "case",
+    [(0, 5, 1), (1, 4, 2), (4, 0, -1), (-1, -6, -2), (0, 99, 3), (3, 3, 1), (2, 0, 1)],
+)
 def test_strided_slices_as_in_numpy(platform, case):
     begin, end, stride = case
     values = np.arange(30.0).reshape(5, 6)
@@ -154,7 +171,9 @@ def test_dtypes_by_name(platform, name, known):
 
 @pytest.mark.parametrize("name", ["float31", "", "torch.", None, 32])
 def test_unknown_dtypes_list_the_known(platform, name):
-    with pytest.raises(ValueError, match="str_to_dtype: unknown dtype .* known are .*bfloat16.*float32"):
+    with pytest.raises(
+        ValueError, match="str_to_dtype: unknown dtype .* known are .*bfloat16.*float32"
+    ):
         platform.str_to_dtype(name)
     with pytest.raises(ValueError, match="tensor_type_cast: unknown dtype"):
         platform.tensor_type_cast(tensor([1.0]), name)
@@ -183,7 +202,12 @@ def test_to_numpy(platform, name):
     if platform.is_floating_point(x):
         x = platform.set_tensor_requires_grad(x)
     array = platform.tensor_to_numpy(x)
-    assert array.tolist() == np.array([0, 1, 3]).astype("float32" if name == "bfloat16" else name).tolist()
+    assert (
+        array.tolist()
+        == np.array([0, 1, 3])
+        .astype("float32" if name == "bfloat16" else name)
+        .tolist()
+    )
     assert array.dtype == ("float32" if name == "bfloat16" else name)
 
 
@@ -205,12 +229,17 @@ def test_creation(platform):
     assert platform.empty((2, 3), dtype=dtype("int8")).shape == (2, 3)
     like = platform.full_like(tensor([1.0, 1.0]), 3, dtype=dtype("int32"))
     assert (values(like), like.dtype) == ([3, 3], dtype("int32"))
-    like = platform.empty_like(tensor(np.ones((2, 2))), dtype=dtype("float32"), pin_memory=True)
+    like = platform.empty_like(
+        tensor(np.ones((2, 2))), dtype=dtype("float32"), pin_memory=True
+    )
     assert (like.shape, like.dtype) == ((2, 2), dtype("float32"))
     assert platform.is_meta(platform.new_tensor((2,), dtype("bfloat16"), "meta"))
     parameter = platform.new_zero_parameter((2,), dtype("float32"), False, "cpu")
     assert isinstance(parameter, platform.Parameter)
-    assert (values(platform.detach(parameter)), parameter.requires_grad) == ([0, 0], False)
+    assert (values(platform.detach(parameter)), parameter.requires_grad) == (
+        [0, 0],
+        False,
+    )
 
 
 def test_recording_is_switched_on_and_off(platform):
@@ -262,7 +291,9 @@ def test_what_is_remembered_about_a_tensor_goes_with_it(platform):
 
 def test_random_numbers_follow_the_seed(platform):
     def draw():
-        return values(platform.rand((3,))), values(platform.randn((2, 2), dtype=dtype("float64")))
+        return values(platform.rand((3,))), values(
+            platform.randn((2, 2), dtype=dtype("float64"))
+        )
 
     platform.manual_seed(1)
     drawn = draw()
@@ -305,7 +336,9 @@ def test_another_seed_for_a_while(platform, seed):
     inside = []
     for _ in range(2):
         with platform.seeded(seed):
-            inside.append((values(platform.rand((3,))), values(frame.drawn_by_the_framework(3))))
+            inside.append(
+                (values(platform.rand((3,))), values(frame.drawn_by_the_framework(3)))
+            )
     assert inside[0] == inside[1]
     assert inside[0][1] not in (first, second)
     assert values(frame.drawn_by_the_framework(3)) == second
@@ -316,27 +349,42 @@ def test_another_seed_for_a_while(platform, seed):
 def test_states_of_all_generators(platform):
     states = platform.get_rng_states()
     assert states.keys() == {"cpu", platform.device_type()}
-    assert all(state.dtype == dtype("uint8") and platform.tensor_memory(state).ndim == 1 for state in states.values())
+    assert all(
+        state.dtype == dtype("uint8") and platform.tensor_memory(state).ndim == 1
+        for state in states.values()
+    )
     sizes = [len(state) for state in states.values()]
     first = values(platform.rand((3,))), values(frame.drawn_by_the_framework(3))
     after = values(platform.get_rng_state())
     platform.set_rng_states({})
     assert values(platform.get_rng_state()) == after
-    assert after != values(states["cpu"]), "a draw of the framework is seen in the state"
+    assert after != values(states["cpu"]), (
+        "a draw of the framework is seen in the state"
+    )
     assert [len(state) for state in platform.get_rng_states().values()] == sizes
     platform.set_rng_states(states)
-    assert (values(platform.rand((3,))), values(frame.drawn_by_the_framework(3))) == first
+    assert (
+        values(platform.rand((3,))),
+        values(frame.drawn_by_the_framework(3)),
+    ) == first
 
 
 def test_devices(platform):
-    assert platform.device_type() == "cpu" or platform.device_type() in str(platform.device()).lower()
+    assert (
+        platform.device_type() == "cpu"
+        or platform.device_type() in str(platform.device()).lower()
+    )
     made = platform.ones((1,), device=platform.device())
     assert made.device == platform.ones((1,)).device
     assert platform.is_meta(platform.empty((1,), device=platform.meta_device))
 
 
 def test_streams_and_events_exist_and_do_what_is_right(platform):
-    stream, other, event = platform.new_stream(), platform.new_stream(), platform.new_event()
+    stream, other, event = (
+        platform.new_stream(),
+        platform.new_stream(),
+        platform.new_event(),
+    )
     before = platform.get_current_stream()
     with platform.get_stream_context()(stream):
         assert platform.get_current_stream() is stream
@@ -376,7 +424,9 @@ ALL_DTYPES = [
     "float64",
     "int8",
     "uint64",
-    *(["float8_e4m3fn"] if frame.IS_TORCH else []),  # MindSpore has no operator that makes one
+    *(
+        ["float8_e4m3fn"] if frame.IS_TORCH else []
+    ),  # MindSpore has no operator that makes one
 ]
 
 
@@ -384,13 +434,20 @@ ALL_DTYPES = [
 def test_the_memory_of_a_tensor_is_seen_and_written_by_numpy(platform, name):
     tensor = platform.zeros((3, 4), dtype=platform.str_to_dtype(name))
     items = platform.tensor_memory(tensor)
-    assert (items.shape, items.dtype.itemsize) == ((3, 4), platform.get_element_size(tensor))
-    columns = platform.tensor_memory(tensor[:, 1:3])  # a view has the gaps of its memory
+    assert (items.shape, items.dtype.itemsize) == (
+        (3, 4),
+        platform.get_element_size(tensor),
+    )
+    columns = platform.tensor_memory(
+        tensor[:, 1:3]
+    )  # a view has the gaps of its memory
     ones = np.full(items.dtype.itemsize, 1, np.uint8).view(columns.dtype)
     columns[...] = ones
     assert (items[:, 1:3] == ones).all()
     assert (items[:, 0] != ones).all()
-    again = platform.tensor_from_bytes(np.frombuffer(items.tobytes(), np.uint8).copy(), name, (3, 4))
+    again = platform.tensor_from_bytes(
+        np.frombuffer(items.tobytes(), np.uint8).copy(), name, (3, 4)
+    )
     assert platform.tensor_memory(again).tobytes() == items.tobytes()
     assert again.dtype == tensor.dtype
     number = platform.tensor_memory(platform.zeros((), dtype=tensor.dtype))
@@ -405,13 +462,21 @@ def test_operators_see_what_numpy_wrote(platform, name):
     def parameter(x):
         return platform.Parameter(x, requires_grad=False)
 
-    for make in (lambda x: x, lambda x: x * 1 if name != "bool" else x.reshape(2), parameter):
+    for make in (
+        lambda x: x,
+        lambda x: x * 1 if name != "bool" else x.reshape(2),
+        parameter,
+    ):
         made = make(platform.zeros((2,), dtype=dtype(name)))
         for _ in range(2):
-            platform.tensor_memory(made)[...] = platform.tensor_memory(platform.ones((2,), dtype=dtype(name)))
+            platform.tensor_memory(made)[...] = platform.tensor_memory(
+                platform.ones((2,), dtype=dtype(name))
+            )
             assert values(platform.detach(made).reshape(2, 1)) == [[1], [1]]
             assert values(platform.cat([platform.detach(made)] * 2)) == [1] * 4
-            platform.copy_into(platform.detach(made), platform.zeros((2,), dtype=dtype(name)))
+            platform.copy_into(
+                platform.detach(made), platform.zeros((2,), dtype=dtype(name))
+            )
             assert values(platform.cat([platform.detach(made)] * 2)) == [0] * 4
 
 
@@ -423,7 +488,9 @@ def test_an_empty_tensor_from_no_bytes(platform):
 
 def test_a_host_tensor_is_contiguous_and_of_the_same_memory_where_it_can_be(platform):
     tensor = platform.arange(12).reshape(3, 4)
-    assert platform.memory_key(platform.host_tensor(tensor)) == platform.memory_key(tensor)
+    assert platform.memory_key(platform.host_tensor(tensor)) == platform.memory_key(
+        tensor
+    )
     turned = platform.host_tensor(tensor.T)
     assert platform.tensor_memory(turned).flags.c_contiguous
     assert values(turned) == np.arange(12).reshape(3, 4).T.tolist()
@@ -432,12 +499,23 @@ def test_a_host_tensor_is_contiguous_and_of_the_same_memory_where_it_can_be(plat
 def test_a_memory_key_is_equal_for_the_same_elements_alone(platform):
     tensor = platform.arange(12).reshape(3, 4)
     assert platform.memory_key(tensor) == platform.memory_key(platform.detach(tensor))
-    others = [platform.clone(tensor), tensor[1:], tensor.T, tensor.reshape(4, 3), tensor.reshape(12)]
+    others = [
+        platform.clone(tensor),
+        tensor[1:],
+        tensor.T,
+        tensor.reshape(4, 3),
+        tensor.reshape(12),
+    ]
     assert platform.memory_key(tensor) not in map(platform.memory_key, others)
-    empties = platform.empty((0,)), platform.empty((0,))  # both alive: what is gone may leave its address to others
+    empties = (
+        platform.empty((0,)),
+        platform.empty((0,)),
+    )  # both alive: what is gone may leave its address to others
     assert platform.memory_key(empties[0]) != platform.memory_key(empties[1])
 
 
 def test_a_tensor_takes_the_memory_format_of_another(platform):
-    like, other = (tensor(np.arange(24.0).reshape(1, 2, 3, 4), "float32") for _ in range(2))
+    like, other = (
+        tensor(np.arange(24.0).reshape(1, 2, 3, 4), "float32") for _ in range(2)
+    )
     assert values(platform.in_memory_format_of(like, other)) == values(other)

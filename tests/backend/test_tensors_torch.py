@@ -44,7 +44,9 @@ class Asked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         platform = get_platform()
-        ctx.told.append((platform.accumulates_gradient(ctx.leaf), platform.backward_number()))
+        ctx.told.append(
+            (platform.accumulates_gradient(ctx.leaf), platform.backward_number())
+        )
         platform.after_backward(lambda: ctx.told.append("after"))
         return grad, None
 
@@ -72,7 +74,10 @@ def test_what_backward_does_with_a_leaf(platform):
 
 def test_float8_by_name(platform):
     assert platform.str_to_dtype("float8_e4m3fn") is torch.float8_e4m3fn
-    assert platform.tensor_type_cast(torch.ones(1), "float8_e4m3fn").dtype is torch.float8_e4m3fn
+    assert (
+        platform.tensor_type_cast(torch.ones(1), "float8_e4m3fn").dtype
+        is torch.float8_e4m3fn
+    )
 
 
 def test_a_conjugated_tensor_to_numpy(platform):
@@ -108,7 +113,10 @@ def test_devices_are_torchs(platform):
 
 def test_profiler_shows_the_name(platform):
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile, platform.profiler_record("a step of ours"):
+    with (
+        torch.profiler.profile(activities=activities) as profile,
+        platform.profiler_record("a step of ours"),
+    ):
         torch.ones(2) + 1
     assert "a step of ours" in {event.key for event in profile.key_averages()}
 
@@ -146,12 +154,16 @@ def test_views_are_taken_again_as_they_were(platform):
     plain = base.view(-1)
     base.exp_()
     assert view.grad_fn.name() == "ViewBackward0"
-    assert plain.grad_fn.name() == "AsStridedBackward0"  # the control: its gradient is cut off where it is empty
+    assert (
+        plain.grad_fn.name() == "AsStridedBackward0"
+    )  # the control: its gradient is cut off where it is empty
 
 
 def test_attention_by_operators_has_second_derivatives(platform):
     def second_gradients(q):
-        [first] = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q, create_graph=True)
+        [first] = torch.autograd.grad(
+            F.scaled_dot_product_attention(q, q, q).sum(), q, create_graph=True
+        )
         return torch.autograd.grad(first.square().sum(), q)[0]
 
     def by_hand(q):
@@ -168,7 +180,11 @@ def test_attention_by_operators_has_second_derivatives(platform):
 
 @pytest.mark.parametrize("new", [(6, 2), (2, 6), (12,), (3, 2, 2), (3, 4)])
 def test_can_view_is_torchs(platform, new):
-    for x in (torch.zeros(2, 3, 2), torch.zeros(3, 2, 2).transpose(0, 1), torch.zeros(2, 2, 3).mT):
+    for x in (
+        torch.zeros(2, 3, 2),
+        torch.zeros(3, 2, 2).transpose(0, 1),
+        torch.zeros(2, 2, 3).mT,
+    ):
         try:
             is_view = x.view(new) is not None
         except RuntimeError:

@@ -11,20 +11,30 @@ from hyper_parallel.platform import get_platform
 
 platform = get_platform()
 
-X, Y = frame.draw(5, 3, seed=1).astype("float32"), frame.draw(5, 2, seed=2).astype("float32")
+X, Y = (
+    frame.draw(5, 3, seed=1).astype("float32"),
+    frame.draw(5, 2, seed=2).astype("float32"),
+)
 
 
 def model():
     """A linear layer of known weights."""
     made = platform.prepare_module(frame.linear(3, 2), "float32")
     with platform.no_grad():
-        platform.copy_into(made.weight, frame.tensor(frame.draw(2, 3, seed=3).astype("float32")))
-        platform.copy_into(made.bias, frame.tensor(frame.draw(2, seed=4).astype("float32")))
+        platform.copy_into(
+            made.weight, frame.tensor(frame.draw(2, 3, seed=3).astype("float32"))
+        )
+        platform.copy_into(
+            made.bias, frame.tensor(frame.draw(2, seed=4).astype("float32"))
+        )
     return made
 
 
 def groups(module, decay):
-    return [{"params": [module.weight], "weight_decay": decay}, {"params": [module.bias], "weight_decay": 0.0}]
+    return [
+        {"params": [module.weight], "weight_decay": decay},
+        {"params": [module.bias], "weight_decay": 0.0},
+    ]
 
 
 def gradients(weight, bias):
@@ -46,7 +56,11 @@ class Sgd:
 
     def __call__(self, values, found, rate, decay):
         found = [g + d * v for g, v, d in zip(found, values, (decay, 0.0), strict=True)]
-        self.moved = found if self.moved is None else [0.9 * m + g for m, g in zip(self.moved, found, strict=True)]
+        self.moved = (
+            found
+            if self.moved is None
+            else [0.9 * m + g for m, g in zip(self.moved, found, strict=True)]
+        )
         return [v - rate * m for v, m in zip(values, self.moved, strict=True)]
 
 
@@ -57,7 +71,12 @@ class Adam:
     """
 
     def __init__(self, apart):
-        self.apart, self.step, self.first, self.second = apart, 0, [0.0, 0.0], [0.0, 0.0]
+        self.apart, self.step, self.first, self.second = (
+            apart,
+            0,
+            [0.0, 0.0],
+            [0.0, 0.0],
+        )
         self.adds_early = not (apart or frame.IS_TORCH)
 
     def __call__(self, values, found, rate, decay):
@@ -67,14 +86,21 @@ class Adam:
             value, slope = (v * (1 - rate * d), g) if self.apart else (v, g + d * v)
             self.first[i] = 0.8 * self.first[i] + 0.2 * slope
             self.second[i] = 0.9 * self.second[i] + 0.1 * slope**2
-            mean, spread = self.first[i] / (1 - 0.8**self.step), self.second[i] / (1 - 0.9**self.step)
+            mean, spread = (
+                self.first[i] / (1 - 0.8**self.step),
+                self.second[i] / (1 - 0.9**self.step),
+            )
             eps = 1e-3 / np.sqrt(1 - 0.9**self.step) if self.adds_early else 1e-3
             made.append(value - rate * mean / (np.sqrt(spread) + eps))
         return made
 
 
 BETAS = {"betas": (0.8, 0.9), "eps": 1e-3}
-KINDS = {"sgd": (Sgd, {"momentum": 0.9}), "adam": (lambda: Adam(False), BETAS), "adamw": (lambda: Adam(True), BETAS)}
+KINDS = {
+    "sgd": (Sgd, {"momentum": 0.9}),
+    "adam": (lambda: Adam(False), BETAS),
+    "adamw": (lambda: Adam(True), BETAS),
+}
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -83,7 +109,10 @@ def test_steps_are_those_of_the_formula(kind, max_norm):
     make, options = KINDS[kind]
     truth, module = make(), model()
     optimizer = platform.new_optimizer(kind, groups(module, 0.1), lr=1.0, **options)
-    values = [frame.array(platform.detach(p)).astype("float64") for p in (module.weight, module.bias)]
+    values = [
+        frame.array(platform.detach(p)).astype("float64")
+        for p in (module.weight, module.bias)
+    ]
     x, y = frame.tensor(X), frame.tensor(Y)
 
     def loss_of():
@@ -97,16 +126,24 @@ def test_steps_are_those_of_the_formula(kind, max_norm):
         true_norm, found = clipped(found, math.inf if max_norm is None else max_norm)
         values = truth(values, found, rate, 0.1)
         assert (loss, norm) == pytest.approx((true_loss, true_norm), rel=1e-5)
-        frame.equal(platform.detach(module.weight), values[0].astype("float32"), accuracy=2e-6)
-        frame.equal(platform.detach(module.bias), values[1].astype("float32"), accuracy=2e-6)
+        frame.equal(
+            platform.detach(module.weight), values[0].astype("float32"), accuracy=2e-6
+        )
+        frame.equal(
+            platform.detach(module.bias), values[1].astype("float32"), accuracy=2e-6
+        )
 
 
 def test_a_module_is_in_the_dtype_that_is_asked_for():
     """MindSpore's modules say theirs themselves, and any other is refused."""
     if frame.IS_TORCH:
-        assert platform.prepare_module(frame.linear(3, 2), "float64").weight.dtype == frame.dtype("float64")
+        assert platform.prepare_module(
+            frame.linear(3, 2), "float64"
+        ).weight.dtype == frame.dtype("float64")
     else:
-        with pytest.raises(ValueError, match=r"parameter weight is not float64; .*change it there"):
+        with pytest.raises(
+            ValueError, match=r"parameter weight is not float64; .*change it there"
+        ):
             platform.prepare_module(frame.linear(3, 2), "float64")
 
 

@@ -12,7 +12,15 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    SkipDTensorDispatch,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import explicit, implicit_replication, strict
 from hyper_parallel.core.shard import OperatorError
@@ -24,7 +32,9 @@ ALL = [R, S0, S1, [Partial()]]
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def same(mine, true):
@@ -37,7 +47,9 @@ def put(tensor, mesh, placements, requires_grad=False):
     if placements[0].is_partial():
         part = tensor * (3.0 if mesh.rank == 0 else -2.0 / (mesh.size() - 1))
         return DTensor.from_local(part.requires_grad_(requires_grad), mesh, placements)
-    return distribute_tensor(tensor.clone().requires_grad_(requires_grad), mesh, placements)
+    return distribute_tensor(
+        tensor.clone().requires_grad_(requires_grad), mesh, placements
+    )
 
 
 @on_ranks(2)
@@ -104,7 +116,9 @@ def test_out_keeps_the_layout_of_its_tensor():
         assert torch.add(put(x, mesh, S0), put(y, mesh, S1), out=out) is out
         assert out.placements == tuple(target)
         same(out, x + y)
-    with pytest.raises(ValueError, match=r"the result has the shape \(5, 4\), but its target \(4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"the result has the shape \(5, 4\), but its target \(4, 4\)"
+    ):
         torch.add(put(x, mesh, S0), put(y, mesh, S1), out=put(draw(4, 4), mesh, S0))
 
 
@@ -115,7 +129,10 @@ def test_a_view_that_had_to_be_copied_refuses_to_be_changed():
     x[:, 1:3].zero_()  # not along the sharded dim: a view
     assert x.full_tensor()[:, 1:3].abs().sum() == 0
     for piece in (x[1:3], x[1:3][:, :2], x.narrow(0, 1, 2), x.unbind(0)[0]):
-        with pytest.raises(OperatorError, match="zero: the target is the result of .* along a sharded dim"):
+        with pytest.raises(
+            OperatorError,
+            match="zero: the target is the result of .* along a sharded dim",
+        ):
             piece.zero_()
     x[1:3].clone().zero_()
 
@@ -142,7 +159,9 @@ def test_the_graph_is_that_of_the_shards():
         (second,) = torch.autograd.grad(x.pow(3).sum(), [x], create_graph=True)
         (third,) = torch.autograd.grad(second.sum(), [x])
         same(third, 6 * data)
-        grad = torch.autograd.grad(x * x, x, grad_outputs=put(draw(5, 4, seed=2), mesh, S1))[0]
+        grad = torch.autograd.grad(
+            x * x, x, grad_outputs=put(draw(5, 4, seed=2), mesh, S1)
+        )[0]
         same(grad, 2 * data * draw(5, 4, seed=2))
         y = x * 2
         y.backward(put(draw(5, 4, seed=2), mesh, S0))
@@ -183,7 +202,9 @@ def test_hooks_see_the_whole_gradient():
     same(x.grad, 2 * true.grad)
     h = (put(data, mesh, S0, True) * 1).redistribute()
     F.linear(h, weight)
-    with pytest.raises(RuntimeError, match="register_hook: the tensor was gathered and used already"):
+    with pytest.raises(
+        RuntimeError, match="register_hook: the tensor was gathered and used already"
+    ):
         h.register_hook(print)
 
 
@@ -232,13 +253,17 @@ def test_autocast_and_recompute():
     assert torch.equal(y.full_tensor(), truth)
 
     def block(x, weight):
-        return torch.tanh(F.linear(torch.tanh(F.linear(x, weight)), weight.transpose(0, 1)))
+        return torch.tanh(
+            F.linear(torch.tanh(F.linear(x, weight)), weight.transpose(0, 1))
+        )
 
     true = [data.clone().requires_grad_(), w.clone().requires_grad_()]
     block(*true).pow(2).sum().backward()
     for preserved in (True, False):
         x, weight = put(data, mesh, S0, True), put(w, mesh, S0, True)
-        y = checkpoint(block, x, weight, use_reentrant=False, preserve_rng_state=preserved)
+        y = checkpoint(
+            block, x, weight, use_reentrant=False, preserve_rng_state=preserved
+        )
         y.pow(2).sum().backward()
         for mine, one in zip((x, weight), true, strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), one.grad)
@@ -252,7 +277,8 @@ def test_modes():
     with explicit():
         assert (rows * rows).placements == (Shard(0),)
         with pytest.raises(
-            OperatorError, match=r"add: explicit mode: tensor \d of its arguments must go from .*(\n.*)*to_all"
+            OperatorError,
+            match=r"add: explicit mode: tensor \d of its arguments must go from .*(\n.*)*to_all",
         ):
             rows + columns
         with explicit(False):
@@ -269,7 +295,10 @@ def test_modes():
     assert [entry.implicit for entry in ledger.entries] == [True, False]
     assert ledger.counts(implicit=False) == {"all_gather_into_tensor": 1}
     assert "implicit" in ledger.table()
-    with pytest.raises(OperatorError, match=r"add: tensor 1 among its arguments, of shape \(4, 6\), is a plain tensor"):
+    with pytest.raises(
+        OperatorError,
+        match=r"add: tensor 1 among its arguments, of shape \(4, 6\), is a plain tensor",
+    ):
         rows + data
     with implicit_replication():
         same(rows + data, 2 * data)
@@ -302,7 +331,9 @@ def test_an_operator_without_a_rule_is_right_and_told_once():
         expected = 1 if placements is R else 0
         assert len(told) == expected
         if told:
-            assert "masked_select has no rule (it is in no table)" in str(told[0].message)
+            assert "masked_select has no rule (it is in no table)" in str(
+                told[0].message
+            )
             assert "A rule is one line" in str(told[0].message)
             assert told[0].filename == __file__
         assert y.placements == (Replicate(),)
@@ -313,7 +344,9 @@ def test_an_operator_without_a_rule_is_right_and_told_once():
     with strict():
         with pytest.raises(OperatorError, match="masked_select: no rule"):
             chosen(put(data, mesh, S0))
-        with pytest.raises(OperatorError, match="unique: no rule: it is in no table; strict mode"):
+        with pytest.raises(
+            OperatorError, match="unique: no rule: it is in no table; strict mode"
+        ):
             torch.unique(put(data, mesh, S0))
     # In place: the target is changed as a whole and cut again.
     with warnings.catch_warnings():
@@ -364,9 +397,14 @@ class Doubled(torch.autograd.Function):
 def test_a_plain_autograd_function_is_refused_where_it_would_lose_the_gradient():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = put(draw(4, 6), mesh, S0, True)
-    for lost in (Doubled.apply(x), Doubled.apply(x * 1), checkpoint(lambda t: t * 2, x, use_reentrant=True)):
+    for lost in (
+        Doubled.apply(x),
+        Doubled.apply(x * 1),
+        checkpoint(lambda t: t * 2, x, use_reentrant=True),
+    ):
         with pytest.raises(
-            OperatorError, match="came out of an autograd function .* derive the function from DFunction"
+            OperatorError,
+            match="came out of an autograd function .* derive the function from DFunction",
         ):
             lost.sum()
     same(Doubled.apply(x.detach()) + 0.0, draw(4, 6) * 2)
@@ -386,7 +424,10 @@ def test_a_change_in_place_of_what_was_gathered_is_differentiated():
         y = h.redistribute()
         (h if change_origin else y).mul_(2)
         F.linear(y, w).sum().backward()
-        same(x.grad, torch.full((4, 6), 4.0 if change_origin else 8.0, dtype=torch.float64))
+        same(
+            x.grad,
+            torch.full((4, 6), 4.0 if change_origin else 8.0, dtype=torch.float64),
+        )
     # An operator without a rule, in place.
     x, true = put(draw(4, 6), mesh, S0, True), draw(4, 6).requires_grad_()
     with warnings.catch_warnings():
@@ -405,7 +446,9 @@ def test_out_without_operands_and_what_is_saved():
         assert torch.eye(4, 3, out=x) is x
         same(x, torch.eye(4, 3, dtype=torch.float64))
     whole = put(torch.zeros(4, 6, dtype=torch.int64), mesh, S0)
-    with pytest.raises(OperatorError, match="a result of torch.float64 does not go into torch.int64"):
+    with pytest.raises(
+        OperatorError, match="a result of torch.float64 does not go into torch.int64"
+    ):
         torch.add(put(draw(4, 6), mesh, S0), 1.0, out=whole)
     plain = torch.ones(3)
     DTensor.from_local(plain, mesh, R)

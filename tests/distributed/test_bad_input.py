@@ -67,9 +67,15 @@ WRONG = {
         ValueError,
         "6",
     ),
-    "a mesh with a rank that is not there": (lambda: DeviceMesh("cpu", [0, 7]).get_group(), ValueError, "7"),
+    "a mesh with a rank that is not there": (
+        lambda: DeviceMesh("cpu", [0, 7]).get_group(),
+        ValueError,
+        "7",
+    ),
     "a mesh whose ranks go down": (
-        lambda: distribute_tensor(torch.ones(8), DeviceMesh("cpu", [3, 1, 0, 2]), [Shard(0)]),
+        lambda: distribute_tensor(
+            torch.ones(8), DeviceMesh("cpu", [3, 1, 0, 2]), [Shard(0)]
+        ),
         ValueError,
         "tensors lie on meshes whose ranks ascend along every axis; axis 0 of .* does not",
     ),
@@ -94,7 +100,9 @@ WRONG = {
         r"linear: tensor 2 among its arguments, of shape \(4,\)",
     ),
     "a shard that contradicts the layout": (
-        lambda: DTensor.from_local(torch.ones(3, 6), mesh(), [Shard(0), Replicate()], shape=(4, 6)),
+        lambda: DTensor.from_local(
+            torch.ones(3, 6), mesh(), [Shard(0), Replicate()], shape=(4, 6)
+        ),
         ValueError,
         r"from_local: rank \d has a shard of shape \(3, 6\), but .* gives it \(2, 6\) of a tensor of shape \(4, 6\)",
     ),
@@ -108,7 +116,11 @@ WRONG = {
         ValueError,
         "matmul: .* factor k has size 6 in operand 0 .* but 4 in operand 1",
     ),
-    "a dim that is not there": (lambda: x().sum(2), ValueError, "sum: .*dim=2 is not a dim of a tensor with 2 dims"),
+    "a dim that is not there": (
+        lambda: x().sum(2),
+        ValueError,
+        "sum: .*dim=2 is not a dim of a tensor with 2 dims",
+    ),
     "reductions that do not commute": (
         lambda: distribute_tensor(torch.ones(4), mesh(), [Partial("max"), Partial()]),
         ValueError,
@@ -124,15 +136,29 @@ WRONG = {
         ValueError,
         "redistribute: the tensor lies on",
     ),
-    "no mesh": (lambda: distribute_tensor(torch.ones(4), None, [Shard(0)]), RuntimeError, "mesh"),
+    "no mesh": (
+        lambda: distribute_tensor(torch.ones(4), None, [Shard(0)]),
+        RuntimeError,
+        "mesh",
+    ),
     "a rank's own values": (
-        lambda: DTensor.from_local(torch.full((2,), float(get_platform().get_rank())), mesh(), R, run_check=True),
+        lambda: DTensor.from_local(
+            torch.full((2,), float(get_platform().get_rank())),
+            mesh(),
+            R,
+            run_check=True,
+        ),
         ValueError,
         r"from_local: .*ranks \[1, 2, 3\] have another values than rank 0",
     ),
     "a rank's own dtype": (
         lambda: DTensor.from_local(
-            torch.ones(2, dtype=torch.float64 if get_platform().get_rank() == 2 else torch.float32),
+            torch.ones(
+                2,
+                dtype=torch.float64
+                if get_platform().get_rank() == 2
+                else torch.float32,
+            ),
             mesh(),
             [Shard(0), Shard(0)],
             run_check=True,
@@ -160,7 +186,9 @@ def test_every_rank_gets_a_clear_error_and_goes_on():
 def test_a_sparse_tensor_is_refused_with_what_to_do():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     sparse = torch.eye(4).to_sparse()
-    with pytest.raises(ValueError, match=r"distribute_tensor: expected a dense tensor.*to_dense"):
+    with pytest.raises(
+        ValueError, match=r"distribute_tensor: expected a dense tensor.*to_dense"
+    ):
         distribute_tensor(sparse, mesh, [Shard(0)])
     with pytest.raises(ValueError, match="from_local: expected a dense tensor"):
         DTensor.from_local(sparse, mesh, [Shard(0)])

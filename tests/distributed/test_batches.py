@@ -30,7 +30,9 @@ def mesh_of_four():
 
 
 def on_mesh(model, plan, mesh):
-    return replicate(parallelize_module(model, mesh["tp"], {**plan, "": Replicated()}), mesh["dp"])
+    return replicate(
+        parallelize_module(model, mesh["tp"], {**plan, "": Replicated()}), mesh["dp"]
+    )
 
 
 def rows(tensor, mesh):
@@ -38,8 +40,12 @@ def rows(tensor, mesh):
 
 
 def same_gradients(model, true):
-    for (name, mine), (_, one) in zip(model.named_parameters(), true.named_parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), one.grad, msg=lambda m, name=name: f"{name}: {m}")
+    for (name, mine), (_, one) in zip(
+        model.named_parameters(), true.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            mine.grad.full_tensor(), one.grad, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 class MakesInputs(nn.Module):
@@ -72,7 +78,10 @@ def test_what_a_model_makes_is_the_same_on_every_rank_also_for_styled_modules():
     torch.manual_seed(0)
     model = on_mesh(MakesInputs().double(), MAKES, mesh)
     true(data).pow(2).mean().backward()
-    for around in (torch.enable_grad(), implicit_replication()):  # a context of the user's is no boundary
+    for around in (
+        torch.enable_grad(),
+        implicit_replication(),
+    ):  # a context of the user's is no boundary
         model.zero_grad()
         with around:
             found = model(rows(data, mesh))
@@ -95,16 +104,25 @@ def test_losses_of_every_kind_with_plain_targets():
         output = model(data)
         accuracy = (output.argmax(-1) == classes).double().mean()
         custom = ((output - values).abs() * weights).sum(-1).logsumexp(0)
-        return F.mse_loss(output, values) + F.smooth_l1_loss(output, values, beta=0.5) + custom, accuracy
+        return F.mse_loss(output, values) + F.smooth_l1_loss(
+            output, values, beta=0.5
+        ) + custom, accuracy
 
     loss, accuracy = losses(true, data, values, classes, weights)
     loss.backward()
     for like in (model, model(rows(data, mesh))):
         model.zero_grad()
-        given = [local_batch(rows(t, mesh), like, run_check=True) for t in (values, classes)]
+        given = [
+            local_batch(rows(t, mesh), like, run_check=True) for t in (values, classes)
+        ]
         assert given[0].placements == (Shard(0), Replicate())
         assert given[0].shape == (4, 5)
-        mine = losses(model, rows(data, mesh), *given, same_everywhere(weights, like, run_check=True))
+        mine = losses(
+            model,
+            rows(data, mesh),
+            *given,
+            same_everywhere(weights, like, run_check=True),
+        )
         torch.testing.assert_close(mine[0].full_tensor(), loss)
         torch.testing.assert_close(mine[1].full_tensor(), accuracy)
         mine[0].backward()
@@ -128,7 +146,11 @@ def test_arguments_that_are_no_batches():
     torch.manual_seed(0)
     model = on_mesh(Scaled(), {"linear": ColwiseParallel(**LOCAL)}, mesh)
     mask, temperature = torch.tensor([1.0, 0, 1, 1, 0]), torch.tensor([2.0])
-    found = model(rows(data, mesh), mask=same_everywhere(mask, model), temperature=same_everywhere(temperature, model))
+    found = model(
+        rows(data, mesh),
+        mask=same_everywhere(mask, model),
+        temperature=same_everywhere(temperature, model),
+    )
     torch.testing.assert_close(found.full_tensor(), true(data, mask, temperature))
 
 
@@ -138,15 +160,20 @@ def test_parts_that_do_not_fit_together_are_told_on_all_ranks():
     place = mesh["dp"].get_local_rank()
     data = torch.arange(24.0).view(3, 8)
     cases = {
-        "have another shape": data[:2] if place == 0 else data[2:],  # a last batch that is smaller
-        "have another values": data + mesh.rank,  # a sampler that was given the whole job
+        "have another shape": data[:2]
+        if place == 0
+        else data[2:],  # a last batch that is smaller
+        "have another values": data
+        + mesh.rank,  # a sampler that was given the whole job
     }
     os.environ[HYPER_PARALLEL_CHECK_BATCHES] = "first:2"
     try:
         for told, part in cases.items():
             model = on_mesh(MakesInputs(), MAKES, mesh)
             model(torch.full((2, 8), float(place)))
-            with pytest.raises(ValueError, match=f"MakesInputs: .*{told}.*part of the batch") as error:
+            with pytest.raises(
+                ValueError, match=f"MakesInputs: .*{told}.*part of the batch"
+            ) as error:
                 model(part)
             assert "HP412" in str(error.value)
     finally:
@@ -171,7 +198,9 @@ def test_data_that_differs_along_a_tensor_parallel_axis_is_told_without_a_data_a
 @on_ranks(2)
 def test_what_lies_nowhere_says_so():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match="local_batch: expected a model that .* got Linear"):
+    with pytest.raises(
+        ValueError, match="local_batch: expected a model that .* got Linear"
+    ):
         local_batch(torch.ones(2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="a tensor of 0 dims has no dim 0"):
         local_batch(torch.tensor(1.0), replicate(nn.Linear(2, 2), mesh))

@@ -29,17 +29,32 @@ class ShardedMlp(nn.Module):
         super().__init__()
         self.platform = get_platform()
         self.ranks, rank = self.platform.get_world_size(), self.platform.get_rank()
-        self.up = nn.Parameter(self.platform.chunk(whole.up.weight.detach(), 0, self.ranks, rank).clone())
-        self.down = nn.Parameter(self.platform.chunk(whole.down.weight.detach(), 1, self.ranks, rank).clone())
+        self.up = nn.Parameter(
+            self.platform.chunk(whole.up.weight.detach(), 0, self.ranks, rank).clone()
+        )
+        self.down = nn.Parameter(
+            self.platform.chunk(whole.down.weight.detach(), 1, self.ranks, rank).clone()
+        )
 
     def forward(self, x):
-        everything = self.platform.differentiable_all_gather_concat(x, None, self.ranks, 0)
+        everything = self.platform.differentiable_all_gather_concat(
+            x, None, self.ranks, 0
+        )
         partial = torch.relu(everything @ self.up.T) @ self.down.T
-        return self.platform.differentiable_reduce_scatter(partial, self.ranks, 0, "sum", None) + x
+        return (
+            self.platform.differentiable_reduce_scatter(
+                partial, self.ranks, 0, "sum", None
+            )
+            + x
+        )
 
 
 def policy(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SWAP if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SWAP
+        if op is torch.ops.aten.mm.default
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def wrapped(platform, module, how):
@@ -47,7 +62,10 @@ def wrapped(platform, module, how):
         return platform.ckpt_wrapper(module)
     if how == "selective":
         return platform.ckpt_wrapper(
-            module, context_fn=functools.partial(platform.create_selective_checkpoint_contexts, policy)
+            module,
+            context_fn=functools.partial(
+                platform.create_selective_checkpoint_contexts, policy
+            ),
         )
     return platform.swap_wrapper(module) if how == "swap" else module
 
@@ -62,9 +80,19 @@ def test_sequence_parallel_training_matches_one_process(how):
         torch.manual_seed(1)
         wholes = nn.Sequential(WholeMlp(), WholeMlp())
         batch = torch.randn(8, 6)
-        sharded = nn.Sequential(*(wrapped(platform, ShardedMlp(whole), how) for whole in wholes))
-        assert [name for name, _ in sharded.named_parameters()] == ["0.up", "0.down", "1.up", "1.down"]
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (wholes, sharded)]
+        sharded = nn.Sequential(
+            *(wrapped(platform, ShardedMlp(whole), how) for whole in wholes)
+        )
+        assert [name for name, _ in sharded.named_parameters()] == [
+            "0.up",
+            "0.down",
+            "1.up",
+            "1.down",
+        ]
+        optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=0.05)
+            for model in (wholes, sharded)
+        ]
         for _ in range(4):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -75,8 +103,12 @@ def test_sequence_parallel_training_matches_one_process(how):
             total = platform.all_reduce(loss.detach().clone(), None)
             torch.testing.assert_close(total, expected.detach())
             for whole, part in zip(wholes, sharded, strict=True):
-                torch.testing.assert_close(part.up.grad, platform.chunk(whole.up.weight.grad, 0, 4, rank))
-                torch.testing.assert_close(part.down.grad, platform.chunk(whole.down.weight.grad, 1, 4, rank))
+                torch.testing.assert_close(
+                    part.up.grad, platform.chunk(whole.up.weight.grad, 0, 4, rank)
+                )
+                torch.testing.assert_close(
+                    part.down.grad, platform.chunk(whole.down.weight.grad, 1, 4, rank)
+                )
             for optimizer in optimizers:
                 optimizer.step()
     finally:
@@ -101,7 +133,11 @@ def test_every_stage_draws_what_one_device_draws():
 
 def pass_through_experts(platform, x, group, coordinator):
     """Dispatch, compute, combine: two exchanges with hooks around each, as in a layer of experts."""
-    hook = platform.differentiable_sync_hook if coordinator is not None else lambda tensor, name, _: tensor
+    hook = (
+        platform.differentiable_sync_hook
+        if coordinator is not None
+        else lambda tensor, name, _: tensor
+    )
     for layer in range(3):
         x = hook(x, "A", coordinator)
         x = platform.differentiable_all_to_all(x, x.shape, group)
@@ -120,7 +156,12 @@ def test_a_forward_and_a_backward_take_turns_with_real_exchanges():
     ranks = [0, 1, 2, 3]
     # Two threads communicate, so each has a group of its own.
     groups = [platform.split_group(None, [ranks], timeout=30) for _ in range(2)]
-    inputs = [torch.randn(8, 3, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (0, 1)]
+    inputs = [
+        torch.randn(
+            8, 3, generator=torch.Generator().manual_seed(s), dtype=torch.float64
+        )
+        for s in (0, 1)
+    ]
 
     def run(coordinator):
         first, second = (x.clone().requires_grad_() for x in inputs)
@@ -142,10 +183,14 @@ def test_a_forward_and_a_backward_take_turns_with_real_exchanges():
                 errors.append(error)
 
         def forward():
-            results["forward"] = pass_through_experts(platform, second, groups[1], coordinator)
+            results["forward"] = pass_through_experts(
+                platform, second, groups[1], coordinator
+            )
 
         threads = [
-            threading.Thread(target=side, args=(lambda: pending.square().sum().backward(),)),
+            threading.Thread(
+                target=side, args=(lambda: pending.square().sum().backward(),)
+            ),
             threading.Thread(target=side, args=(forward,)),
         ]
         for thread in threads:
@@ -155,5 +200,7 @@ def test_a_forward_and_a_backward_take_turns_with_real_exchanges():
         assert not errors
         return first.grad, results["forward"].detach()
 
-    for actual, expected in zip(run(HookCoordinator(timeout=30)), run(None), strict=True):
+    for actual, expected in zip(
+        run(HookCoordinator(timeout=30)), run(None), strict=True
+    ):
         assert torch.equal(actual, expected)

@@ -11,7 +11,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointError,
     FileSystemReader,
@@ -47,7 +54,11 @@ def keys(folder):
     for name in files(folder):
         if name.startswith("data-"):
             with safe_open(Path(folder) / name, "np") as file:
-                found[int(name.split("-")[2].split(".")[0])] = {key for key in file.keys() if key != "@xxh3"}  # noqa: SIM118
+                found[int(name.split("-")[2].split(".")[0])] = {
+                    key
+                    for key in file.keys()  # noqa: SIM118
+                    if key != "@xxh3"
+                }
     return found
 
 
@@ -56,8 +67,14 @@ def keys(folder):
 
 def save_copies(folder, planner, count):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    state = {f"r{n}": distribute_tensor(numbers(64, 8 + n), mesh, [Replicate(), Replicate()]) for n in range(count)}
-    state |= {f"t{n}": distribute_tensor(numbers(64, 8 + n), mesh, [Replicate(), Shard(0)]) for n in range(count)}
+    state = {
+        f"r{n}": distribute_tensor(numbers(64, 8 + n), mesh, [Replicate(), Replicate()])
+        for n in range(count)
+    }
+    state |= {
+        f"t{n}": distribute_tensor(numbers(64, 8 + n), mesh, [Replicate(), Shard(0)])
+        for n in range(count)
+    }
     save({**state, "plain": numbers(9)}, checkpoint_id=folder, planner=planner)
 
 
@@ -72,7 +89,9 @@ def test_copies_are_written_once_and_spread_by_bytes(tmp_path):
 
 
 def test_copies_can_all_be_written_by_the_lowest_rank(tmp_path):
-    run_ranks(save_copies, 4, str(tmp_path), StandardSavePlanner(save_to_minimum_rank=True), 3)
+    run_ranks(
+        save_copies, 4, str(tmp_path), StandardSavePlanner(save_to_minimum_rank=True), 3
+    )
     assert keys(tmp_path) == {
         0: {"plain", "r0", "r1", "r2", "t0@0,0", "t1@0,0", "t2@0,0"},
         1: {"t0@32,0", "t1@32,0", "t2@32,0"},
@@ -80,7 +99,9 @@ def test_copies_can_all_be_written_by_the_lowest_rank(tmp_path):
 
 
 def test_copies_can_be_written_by_all(tmp_path):
-    run_ranks(save_copies, 4, str(tmp_path), StandardSavePlanner(remove_redundancy=False), 2)
+    run_ranks(
+        save_copies, 4, str(tmp_path), StandardSavePlanner(remove_redundancy=False), 2
+    )
     assert [len(found) for found in keys(tmp_path).values()] == [5] * 4
     state = {"t1": torch.zeros(64, 9), "r1": torch.zeros(64, 9)}
     load(state, checkpoint_id=tmp_path, strict=False)
@@ -90,14 +111,22 @@ def test_copies_can_be_written_by_all(tmp_path):
 
 def save_counted(folder):
     mesh = init_device_mesh("cpu", (4,))
-    state = {str(n): distribute_tensor(numbers(8, 3), mesh, [Shard(0)]) for n in range(50)}
+    state = {
+        str(n): distribute_tensor(numbers(8, 3), mesh, [Shard(0)]) for n in range(50)
+    }
     with CommunicationLedger(mesh) as ledger:
         save(state, checkpoint_id=folder)
     plan = next(reversed(_PLANS.values()))
     save(state, checkpoint_id=folder)
     assert next(reversed(_PLANS.values())) is plan  # the second one found it
-    save(state, checkpoint_id=folder, planner=StandardSavePlanner(enable_plan_caching=False))
-    assert next(reversed(_PLANS.values())) is plan  # which the third one neither looked for nor replaced
+    save(
+        state,
+        checkpoint_id=folder,
+        planner=StandardSavePlanner(enable_plan_caching=False),
+    )
+    assert (
+        next(reversed(_PLANS.values())) is plan
+    )  # which the third one neither looked for nor replaced
     return [(entry.collective, entry.nbytes) for entry in ledger.entries]
 
 
@@ -115,8 +144,14 @@ def save_stages(folder):
     rank = platform.get_rank()
     stage = rank // 2
     mesh = init_device_mesh("cpu", (2,), rank_list=(2 * stage, 2 * stage + 1))
-    state = {f"stage{stage}": {"w": distribute_tensor(numbers(7, 3, seed=stage), mesh, [Shard(0)])}}
-    state["common"] = distribute_tensor(numbers(6), init_device_mesh("cpu", (4,)), [Shard(0)])
+    state = {
+        f"stage{stage}": {
+            "w": distribute_tensor(numbers(7, 3, seed=stage), mesh, [Shard(0)])
+        }
+    }
+    state["common"] = distribute_tensor(
+        numbers(6), init_device_mesh("cpu", (4,)), [Shard(0)]
+    )
     if rank == 3:
         state["last"] = {"only": numbers(5), "told": "by rank 3"}
     if rank:
@@ -136,14 +171,21 @@ def test_stages_have_names_of_their_own(tmp_path):
     assert torch.equal(state["common"], numbers(6))
     assert torch.equal(state["last"]["only"], numbers(5))
     assert torch.equal(state["plain"], numbers(4))
-    assert (state["last"]["told"], state["step"], state["own"]) == ("by rank 3", 7, PerRank("of 0"))
+    assert (state["last"]["told"], state["step"], state["own"]) == (
+        "by rank 3",
+        7,
+        PerRank("of 0"),
+    )
 
 
 def save_on_lines(folder, differ):
     """The same name on two meshes of two ranks, which hold the same, or not."""
     line = platform.get_rank() // 2
     mesh = init_device_mesh("cpu", (2,), rank_list=(2 * line, 2 * line + 1))
-    save({"w": distribute_tensor(numbers(8, 3, seed=line * differ), mesh, [Shard(0)])}, checkpoint_id=folder)
+    save(
+        {"w": distribute_tensor(numbers(8, 3, seed=line * differ), mesh, [Shard(0)])},
+        checkpoint_id=folder,
+    )
 
 
 def test_one_name_on_several_meshes(tmp_path):
@@ -151,7 +193,9 @@ def test_one_name_on_several_meshes(tmp_path):
     state = {"w": torch.zeros(8, 3)}
     load(state, checkpoint_id=tmp_path)
     assert torch.equal(state["w"], numbers(8, 3))
-    with pytest.raises(AssertionError, match=r"w: ranks 0 and 2 have different values.*PerRank"):
+    with pytest.raises(
+        AssertionError, match=r"w: ranks 0 and 2 have different values.*PerRank"
+    ):
         run_ranks(save_on_lines, 4, str(tmp_path), 1)
 
 
@@ -160,7 +204,10 @@ def test_one_name_on_several_meshes(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    save({"model": {"a": numbers(3), "b": numbers(4)}, "extra": {"n": 1}, "flag": True}, checkpoint_id=tmp_path)
+    save(
+        {"model": {"a": numbers(3), "b": numbers(4)}, "extra": {"n": 1}, "flag": True},
+        checkpoint_id=tmp_path,
+    )
     return tmp_path
 
 
@@ -174,7 +221,10 @@ def test_a_part_that_is_not_asked_for_is_skipped(saved):
 
 def test_names_beside_those_asked_for(saved):
     state = {"model": {"a": torch.zeros(3)}, "flag": None}
-    with pytest.raises(CheckpointError, match=r"1 names of the checkpoint were not asked for: model.b; strict=False"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 names of the checkpoint were not asked for: model.b; strict=False",
+    ):
         load(state, checkpoint_id=saved)
     assert torch.equal(state["model"]["a"], torch.zeros(3))
     assert load(state, checkpoint_id=saved, strict=False).unexpected == ("model.b",)
@@ -182,10 +232,18 @@ def test_names_beside_those_asked_for(saved):
 
 
 def test_names_that_are_not_there(saved):
-    state = {"model": {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.ones(2)}, "flag": None}
-    with pytest.raises(CheckpointError, match=r"1 names are not in the checkpoint: model.c.*allow_partial_load=True"):
+    state = {
+        "model": {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.ones(2)},
+        "flag": None,
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 names are not in the checkpoint: model.c.*allow_partial_load=True",
+    ):
         load(state, checkpoint_id=saved)
-    report = load(state, checkpoint_id=saved, planner=StandardLoadPlanner(allow_partial_load=True))
+    report = load(
+        state, checkpoint_id=saved, planner=StandardLoadPlanner(allow_partial_load=True)
+    )
     assert report.missing == ("model.c",)
     assert torch.equal(state["model"]["c"], torch.ones(2))
     assert torch.equal(state["model"]["b"], numbers(4))
@@ -211,9 +269,16 @@ def test_no_file_stays_open(saved):
 
 
 def test_a_dry_run_only_reports(saved):
-    state = {"model": {"a": torch.zeros(3, dtype=torch.float64), "c": torch.ones(2)}, "flag": None}
+    state = {
+        "model": {"a": torch.zeros(3, dtype=torch.float64), "c": torch.ones(2)},
+        "flag": None,
+    }
     report = load(state, checkpoint_id=saved, dry_run=True)
-    assert (report.cast, report.missing, report.unexpected) == (("model.a",), ("model.c",), ("model.b",))
+    assert (report.cast, report.missing, report.unexpected) == (
+        ("model.a",),
+        ("model.c",),
+        ("model.b",),
+    )
     assert report.bytes_read == 0
     assert (state["flag"], state["model"]["a"].sum()) == (None, 0)
     assert str(report).splitlines() == [
@@ -255,13 +320,19 @@ def test_values_come_back_nested(tmp_path):
 def test_what_cannot_be_stored_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"model.hook.*function"):
         save({"model": {"hook": lambda: 0}}, checkpoint_id=tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"model.s: sparse tensors cannot be stored"):
+    with pytest.raises(
+        CheckpointError, match=r"model.s: sparse tensors cannot be stored"
+    ):
         save({"model": {"s": numbers(2, 2).to_sparse()}}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointError, match="two values have this name"):
         save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointError, match="a tuple cannot be filled in place"):
         save({"a": (numbers(2),)}, checkpoint_id=tmp_path / "a")
-    save({"model": {"path": Path("x")}}, checkpoint_id=tmp_path / "b", planner=StandardSavePlanner(allow_pickle=True))
+    save(
+        {"model": {"path": Path("x")}},
+        checkpoint_id=tmp_path / "b",
+        planner=StandardSavePlanner(allow_pickle=True),
+    )
     with pytest.raises(CheckpointError, match="allow_pickle"):
         load({"model": {"path": None}}, checkpoint_id=tmp_path / "b")
     state = {"model": {"path": None}}
@@ -277,7 +348,11 @@ class Counter:
 
     def expect(self, saved):
         self.expected = sorted(saved)
-        self.history = [torch.zeros(entry.size) for name, entry in saved.items() if name.startswith("history")]
+        self.history = [
+            torch.zeros(entry.size)
+            for name, entry in saved.items()
+            if name.startswith("history")
+        ]
 
     def state_dict(self):
         return {"count": self.count, "history": list(self.history)}
@@ -293,7 +368,10 @@ def test_what_is_stateful_gives_its_state_and_takes_it_back(tmp_path):
     save({"counters": {"c": source}, "model": model}, checkpoint_id=tmp_path)
     load({"counters": {"c": target}, "model": other}, checkpoint_id=tmp_path)
     assert target.expected == ["count", "history.0", "history.1"]
-    assert (target.count, [t.tolist() for t in target.history]) == (4, [numbers(2).tolist(), numbers(3).tolist()])
+    assert (target.count, [t.tolist() for t in target.history]) == (
+        4,
+        [numbers(2).tolist(), numbers(3).tolist()],
+    )
     assert torch.equal(model.weight, other.weight)
 
 
@@ -310,7 +388,9 @@ def tied_on_ranks(folder):
 
     def cut(name, module, mesh):
         if name == "embed":
-            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+            module.weight = nn.Parameter(
+                distribute_tensor(module.weight, mesh, [Shard(0)])
+            )
 
     distribute_module(model, mesh, cut)
     model.head.weight = model.embed.weight
@@ -326,7 +406,9 @@ def tied_on_ranks(folder):
 def test_tied_weights_are_stored_once(tmp_path):
     expected = run_ranks(tied_on_ranks, 2, str(tmp_path))[0]
     assert [len(found) for found in keys(tmp_path).values()] == [1, 1]
-    state = {"model": {"embed.weight": torch.zeros(6, 4), "head.weight": torch.zeros(6, 4)}}
+    state = {
+        "model": {"embed.weight": torch.zeros(6, 4), "head.weight": torch.zeros(6, 4)}
+    }
     load(state, checkpoint_id=tmp_path)
     assert torch.equal(state["model"]["embed.weight"], expected)
     assert torch.equal(state["model"]["head.weight"], expected)
@@ -343,7 +425,10 @@ def test_names_that_are_not_there_but_tied_to_one_that_is(tmp_path):
 
 def save_own(folder):
     rank = platform.get_rank()
-    save({"t": PerRank(torch.tensor([rank, -rank])), "o": PerRank({"at": rank})}, checkpoint_id=folder)
+    save(
+        {"t": PerRank(torch.tensor([rank, -rank])), "o": PerRank({"at": rank})},
+        checkpoint_id=folder,
+    )
 
 
 def load_own(folder):
@@ -357,12 +442,18 @@ def test_what_each_rank_has_its_own_of(tmp_path):
     here = [([0, 0], {"at": 0}, []), ([1, -1], {"at": 1}, [])]
     assert run_ranks(load_own, 2, str(tmp_path)) == here
     assert run_ranks(load_own, 1, str(tmp_path)) == here[:1]
-    assert run_ranks(load_own, 4, str(tmp_path)) == [*here, *[([9, 9], "kept", ["o", "t"])] * 2]
+    assert run_ranks(load_own, 4, str(tmp_path)) == [
+        *here,
+        *[([9, 9], "kept", ["o", "t"])] * 2,
+    ]
 
 
 def test_a_row_of_what_has_no_rows_is_refused(tmp_path):
     save({"t": torch.tensor(5)}, checkpoint_id=tmp_path)
-    with pytest.raises(CheckpointError, match=r"t: the checkpoint has shape \(\), the state dict \(0,\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"t: the checkpoint has shape \(\), the state dict \(0,\)",
+    ):
         load({"t": PerRank(torch.tensor(0))}, checkpoint_id=tmp_path)
 
 
@@ -372,13 +463,22 @@ def read_columns(folder):
     before = state["w"].full_tensor().sum().item()
     report = load(state, checkpoint_id=folder)
     assert before == 0
-    assert torch.equal(state["w"].full_tensor(), numbers(64, 4096))  # not what was gathered before
+    assert torch.equal(
+        state["w"].full_tensor(), numbers(64, 4096)
+    )  # not what was gathered before
     exact = load(state, storage_reader=FileSystemReader(folder, verify=False))
     return report.bytes, report.bytes_read, exact.bytes_read, report.resharded
 
 
 def save_rows(folder):
-    save({"w": distribute_tensor(numbers(64, 4096), init_device_mesh("cpu", (4,)), [Shard(0)])}, checkpoint_id=folder)
+    save(
+        {
+            "w": distribute_tensor(
+                numbers(64, 4096), init_device_mesh("cpu", (4,)), [Shard(0)]
+            )
+        },
+        checkpoint_id=folder,
+    )
 
 
 def test_only_what_overlaps_is_read(tmp_path):
@@ -462,10 +562,14 @@ class Memory(StorageWriter, StorageReader):
     def configure_writer(self, is_coordinator): ...
 
     def execute_write(self, plan, planner):
-        return [WriteResult(item.index, 0, planner.get_data(item)) for item in plan.items]
+        return [
+            WriteResult(item.index, 0, planner.get_data(item)) for item in plan.items
+        ]
 
     def finalize_checkpoint(self, metadata, results):
-        STORE["data"] = {result.index: result.storage_data for each in results for result in each}
+        STORE["data"] = {
+            result.index: result.storage_data for each in results for result in each
+        }
         STORE["metadata"] = metadata
         return metadata
 
@@ -480,7 +584,10 @@ class Memory(StorageWriter, StorageReader):
             if not torch.is_tensor(found):
                 planner.apply_bytes(item, found)
                 continue
-            box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            box = tuple(
+                slice(o, o + n)
+                for o, n in zip(item.storage_offsets, item.lengths, strict=True)
+            )
             tensor = planner.acquire_tensor(item)
             tensor.copy_(found[box])
             planner.apply_tensor(item, tensor)

@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 import torch
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointError,
     FileSystemReader,
@@ -42,7 +50,10 @@ def rank():
 
 
 def numbers(generation):
-    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + generation
+    return (
+        torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+        + generation
+    )
 
 
 def state(generation):
@@ -153,12 +164,18 @@ WRITING = {
     "disk full at the header": lambda: failing("write", errno.ENOSPC, on=(1,)),
     "disk full at the data": lambda: failing("write", errno.ENOSPC, after=1, on=(1,)),
     "disk full at the sums, on both": lambda: failing("write", errno.ENOSPC, after=2),
-    "disk full on the first rank": lambda: failing("write", errno.ENOSPC, after=1, on=(0,)),
+    "disk full on the first rank": lambda: failing(
+        "write", errno.ENOSPC, after=1, on=(0,)
+    ),
     "disk full when synced": lambda: failing("fsync", errno.ENOSPC, on=(1,)),
-    "the folder cannot be synced": lambda: failing("fsync", errno.EIO, after=1, on=(1,)),
+    "the folder cannot be synced": lambda: failing(
+        "fsync", errno.EIO, after=1, on=(1,)
+    ),
     "the kernel's limit": small_files,
     "read-only": lambda: failing("open", errno.EROFS, only=ends_with_tmp),
-    "no permission on one rank": lambda: failing("open", errno.EACCES, only=ends_with_tmp, on=(1,)),
+    "no permission on one rank": lambda: failing(
+        "open", errno.EACCES, only=ends_with_tmp, on=(1,)
+    ),
     "cannot be renamed": lambda: failing("rename", errno.EIO, on=(1,)),
 }
 
@@ -170,8 +187,19 @@ def test_a_data_file_that_cannot_be_written(tmp_path, in_background):
     for name, fault in WRITING.items():
         with fault():
             do = finished if in_background else save
-            error = refused(do, state(2), checkpoint_id=tmp_path, match="cannot be written")
-        culprit = 0 if name in ("disk full at the sums, on both", "disk full on the first rank", "read-only") else 1
+            error = refused(
+                do, state(2), checkpoint_id=tmp_path, match="cannot be written"
+            )
+        culprit = (
+            0
+            if name
+            in (
+                "disk full at the sums, on both",
+                "disk full on the first rank",
+                "read-only",
+            )
+            else 1
+        )
         assert error.file.endswith(f"-{culprit:05}.safetensors"), name
         assert f"rank {culprit}" in str(error), name
         assert_in_order(tmp_path, 1)
@@ -182,8 +210,16 @@ def test_a_data_file_that_cannot_be_written(tmp_path, in_background):
 @on_ranks(2)
 def test_what_cannot_be_removed_either_does_not_hide_the_error(tmp_path):
     save(state(1), checkpoint_id=tmp_path)
-    with failing("fsync", errno.EIO, after=1, on=(1,)), failing("unlink", errno.EACCES, after=1, on=(1,)):
-        refused(save, state(2), checkpoint_id=tmp_path, match="cannot be written: Input/output error")
+    with (
+        failing("fsync", errno.EIO, after=1, on=(1,)),
+        failing("unlink", errno.EACCES, after=1, on=(1,)),
+    ):
+        refused(
+            save,
+            state(2),
+            checkpoint_id=tmp_path,
+            match="cannot be written: Input/output error",
+        )
     assert_holds(tmp_path, 1)
     save(state(3), checkpoint_id=tmp_path)
     assert_in_order(tmp_path, 3)
@@ -193,8 +229,15 @@ def test_what_cannot_be_removed_either_does_not_hide_the_error(tmp_path):
 @on_ranks(2)
 def test_metadata_that_cannot_be_written(tmp_path, name):
     save(state(1), checkpoint_id=tmp_path)
-    with failing(name, errno.ENOSPC, after={"fsync": 2}.get(name, 0), on=(0,)):  # the data and its folder come first
-        error = refused(save, state(2), checkpoint_id=tmp_path, match="the metadata cannot be written: No space left")
+    with failing(
+        name, errno.ENOSPC, after={"fsync": 2}.get(name, 0), on=(0,)
+    ):  # the data and its folder come first
+        error = refused(
+            save,
+            state(2),
+            checkpoint_id=tmp_path,
+            match="the metadata cannot be written: No space left",
+        )
     assert error.file == str(tmp_path / "checkpoint.json")
     assert_holds(tmp_path, 1)
     save(state(3), checkpoint_id=tmp_path)
@@ -206,7 +249,9 @@ def test_a_folder_that_is_a_file(tmp_path):
     file = tmp_path / "file"
     once(file.write_text, "not a folder")
     for path in (file, file / "inner"):
-        error = refused(save, state(1), checkpoint_id=path, match="the folder cannot be made")
+        error = refused(
+            save, state(1), checkpoint_id=path, match="the folder cannot be made"
+        )
         assert error.file == str(path)
         error = refused(load, state(1), checkpoint_id=path)
         assert error.file.startswith(str(path))
@@ -239,12 +284,21 @@ STATES = {
     "objects that differ": (lambda: on_second(1, 2), "PerRank"),
     "plain tensors that differ": (lambda: torch.full((3,), rank()), "PerRank"),
     "plain tensors of other shapes": (lambda: torch.zeros(3 + rank()), "shape"),
-    "plain tensors of other dtypes": (lambda: torch.zeros(3, dtype=on_second(torch.int8, torch.uint8)), "int8"),
-    "a tensor and an object": (lambda: on_second(torch.zeros(3), 0), "a tensor on some ranks"),
+    "plain tensors of other dtypes": (
+        lambda: torch.zeros(3, dtype=on_second(torch.int8, torch.uint8)),
+        "int8",
+    ),
+    "a tensor and an object": (
+        lambda: on_second(torch.zeros(3), 0),
+        "a tensor on some ranks",
+    ),
     "own tensors of other shapes": (lambda: PerRank(torch.zeros(2 + rank())), "shape"),
     "a pending reduction": (pending, "reduce_partial()"),
     "a meta tensor": (lambda: torch.empty(3, device="meta"), "meta"),
-    "a meta tensor on the second rank only": (lambda: torch.empty(3, device=on_second("meta", "cpu")), "meta"),
+    "a meta tensor on the second rank only": (
+        lambda: torch.empty(3, device=on_second("meta", "cpu")),
+        "meta",
+    ),
     "a tuple of tensors": (lambda: (torch.ones(2),), "tuple"),
 }
 
@@ -254,7 +308,12 @@ STATES = {
 def test_a_state_that_cannot_be_saved(tmp_path, do):
     save(state(1), checkpoint_id=tmp_path)
     for name, (make, match) in STATES.items():
-        error = refused(do, {**state(2), "deep": [{"bad": make()}]}, checkpoint_id=tmp_path, match=match)
+        error = refused(
+            do,
+            {**state(2), "deep": [{"bad": make()}]},
+            checkpoint_id=tmp_path,
+            match=match,
+        )
         assert "deep.0.bad" in error.field, name
         assert_in_order(tmp_path, 1)
 
@@ -262,7 +321,9 @@ def test_a_state_that_cannot_be_saved(tmp_path, do):
 @on_ranks(2)
 def test_a_state_that_cannot_be_had_on_one_rank(tmp_path):
     save(state(1), checkpoint_id=tmp_path)
-    with pytest.raises(LookupError if rank() == 1 else CheckpointError, match="the state is elsewhere") as caught:
+    with pytest.raises(
+        LookupError if rank() == 1 else CheckpointError, match="the state is elsewhere"
+    ) as caught:
         save({**state(2), "unable": Unable()}, checkpoint_id=tmp_path)
     assert rank() == 1 or "rank 1" in str(caught.value)
     assert_in_order(tmp_path, 1)
@@ -378,7 +439,9 @@ def test_damaged_checkpoints(tmp_path, pure):
     save(state(1), checkpoint_id=tmp_path / "good")
     save(state(2), checkpoint_id=tmp_path / "other")
     with mock.patch.object(checksum, "fast", None if pure else checksum.fast):
-        for name in [name for name in DAMAGE if name.startswith("a bit in") or not pure]:
+        for name in [
+            name for name in DAMAGE if name.startswith("a bit in") or not pure
+        ]:
             damage, file, field, match = DAMAGE[name]
             folder = tmp_path / name
             once(shutil.copytree, tmp_path / "good", folder)
@@ -388,10 +451,19 @@ def test_damaged_checkpoints(tmp_path, pure):
             assert file is None or error.file.endswith(file), name
             assert field is None or error.field == field, (name, error.field)
             assert str(folder) in str(error) or file is None
-            if error.__cause__ is not None:  # this rank saw it, and before the first byte went anywhere
-                assert "do not have the checksum" in match or only_here(target) == only_here(state(-1)), name
+            if (
+                error.__cause__ is not None
+            ):  # this rank saw it, and before the first byte went anywhere
+                assert "do not have the checksum" in match or only_here(
+                    target
+                ) == only_here(state(-1)), name
             if metadata(folder).is_dir():
-                refused(save, state(3), checkpoint_id=folder, match="the metadata cannot be written: Is a directory")
+                refused(
+                    save,
+                    state(3),
+                    checkpoint_id=folder,
+                    match="the metadata cannot be written: Is a directory",
+                )
             else:
                 save(state(3), checkpoint_id=folder)
                 assert_holds(folder, 3)
@@ -405,7 +477,9 @@ def test_it_is_the_checksum_that_sees_a_flipped_bit(tmp_path):
     refused(load, state(-1), checkpoint_id=tmp_path, match="do not have the checksum")
     found, expected = state(-1), whole(state(1))
     load(found, storage_reader=FileSystemReader(tmp_path, verify=False))
-    changed = np.flatnonzero(np.array(whole(found)["model"]["w"]) != np.array(expected["model"]["w"]))
+    changed = np.flatnonzero(
+        np.array(whole(found)["model"]["w"]) != np.array(expected["model"]["w"])
+    )
     assert len(changed) == 1
     found["model"]["w"] = expected["model"]["w"]
     assert whole(found) == expected
@@ -421,7 +495,9 @@ def test_without_compiled_code_the_same_is_written_and_read(tmp_path):
         assert_holds(tmp_path / "compiled", 1)
         save(state(1), checkpoint_id=tmp_path / "pure")
     assert_holds(tmp_path / "pure", 1)
-    for one, other in zip(files(tmp_path / "compiled"), files(tmp_path / "pure"), strict=True):
+    for one, other in zip(
+        files(tmp_path / "compiled"), files(tmp_path / "pure"), strict=True
+    ):
         assert one.read_bytes()[4096:] == other.read_bytes()[4096:]
 
 
@@ -467,7 +543,9 @@ def test_a_state_dict_that_does_not_fit(tmp_path):
         target = make()
         error = refused(load, target, checkpoint_id=tmp_path, match=match)
         assert error.field == field, name
-        assert target["model"]["w"].sum() in (numbers(-1).sum(), 0), f"{name}: something was filled"
+        assert target["model"]["w"].sum() in (numbers(-1).sum(), 0), (
+            f"{name}: something was filled"
+        )
     assert_in_order(tmp_path, 1)
 
 
@@ -532,7 +610,10 @@ def test_what_changes_after_async_save_is_not_saved(tmp_path):
 @on_ranks(2)
 def test_saves_that_are_queued_are_all_whole(tmp_path):
     with held_back() as go:
-        responses = [async_save(state(n), checkpoint_id=tmp_path / "ab"[n % 2]) for n in range(1, 5)]
+        responses = [
+            async_save(state(n), checkpoint_id=tmp_path / "ab"[n % 2])
+            for n in range(1, 5)
+        ]
         assert not responses[0].done()
         go.set()
         [response.result() for response in responses]
@@ -544,7 +625,13 @@ def test_saves_that_are_queued_are_all_whole(tmp_path):
 def test_a_busy_writer_refuses_if_asked(tmp_path):
     with held_back() as go:
         first = async_save(state(1), checkpoint_id=tmp_path)
-        refused(async_save, state(2), checkpoint_id=tmp_path, when_busy="refuse", match="1 earlier saves")
+        refused(
+            async_save,
+            state(2),
+            checkpoint_id=tmp_path,
+            when_busy="refuse",
+            match="1 earlier saves",
+        )
         go.set()
         first.result()
     assert_in_order(tmp_path, 1)
@@ -585,7 +672,9 @@ def test_an_exception_of_the_caller_does_not_lose_the_save(tmp_path):
 def test_a_missing_rank_is_waited_for_no_longer_than_in_the_job():
     group = Ranks().beside()._group
     assert group is not torch.distributed.group.WORLD
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(
+        seconds=17
+    )
     get_platform().barrier()  # the other may still be joining the group
 
 
@@ -612,7 +701,10 @@ def train_and_fail(port, number, folder):
 def test_a_process_that_ends_with_an_exception_first_ends_its_save(tmp_path):
     context = multiprocessing.get_context("forkserver")
     store = get_platform().new_store(is_master=True)
-    ranks = [context.Process(target=train_and_fail, args=(store.port, number, tmp_path)) for number in range(2)]
+    ranks = [
+        context.Process(target=train_and_fail, args=(store.port, number, tmp_path))
+        for number in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:

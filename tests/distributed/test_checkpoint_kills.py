@@ -10,7 +10,12 @@ from tools.kill_saves import NEW, NONE, OLD, PHASES, WRONG, Kill, any_moments, r
 
 def test_a_kill_at_every_phase_and_at_some_moments(tmp_path):
     kills = [
-        Kill(phase, number % 2, overwrites=phase == "leftover removed" or number % 3 > 0, in_background=number % 4 > 1)
+        Kill(
+            phase,
+            number % 2,
+            overwrites=phase == "leftover removed" or number % 3 > 0,
+            in_background=number % 4 > 1,
+        )
         for number, phase in enumerate(PHASES)
     ]
     kills += [

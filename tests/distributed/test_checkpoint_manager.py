@@ -8,12 +8,23 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import manager as module
 from hyper_parallel.core.distributed_checkpoint.api import read_metadata
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.manager import CheckpointManager
-from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
+from hyper_parallel.core.distributed_checkpoint.training_state import (
+    ModelState,
+    OptimizerState,
+    RandomState,
+)
 from hyper_parallel.testing import on_ranks, run_ranks
 
 
@@ -26,7 +37,9 @@ def saved(folder, steps, **options):
     manager = CheckpointManager(folder, **options)
     for step in steps:
         metrics = {"loss": steps[step]} if isinstance(steps, dict) else None
-        assert manager.save(step, state_at(step), metrics) == folder / f"step-{step:08d}"
+        assert (
+            manager.save(step, state_at(step), metrics) == folder / f"step-{step:08d}"
+        )
     return manager
 
 
@@ -52,7 +65,10 @@ def test_a_run_starts_and_goes_on(tmp_path):
     assert state["x"].eq(7).all()
     manager.load(state, step=5)
     assert state["step"] == 5
-    with pytest.raises(CheckpointError, match=r"step-00000006: there is no whole checkpoint of step 6; .* \[5, 7\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000006: there is no whole checkpoint of step 6; .* \[5, 7\]",
+    ):
         manager.load(state, step=6)
     objects = read_metadata(manager.latest()).storage_data.objects
     assert objects["checkpoint.step"] == 7
@@ -63,23 +79,53 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     manager = saved(tmp_path / "min", losses, keep_last=2, keep_best=2, metric="loss")
     assert manager.steps() == [2, 5, 6, 7]
     assert [path.name for path in manager.best()] == ["step-00000005", "step-00000002"]
-    other = CheckpointManager(manager.folder, keep_best=3, metric="loss", mode="max")  # which has to read the metrics
-    assert [path.name for path in other.best()] == ["step-00000007", "step-00000006", "step-00000005"]
-    assert saved(tmp_path / "max", losses, keep_last=1, keep_best=1, metric="loss", mode="max").steps() == [1, 7]
-    assert saved(tmp_path / "other", losses, keep_last=1, keep_best=1, metric="accuracy").steps() == [7]
+    other = CheckpointManager(
+        manager.folder, keep_best=3, metric="loss", mode="max"
+    )  # which has to read the metrics
+    assert [path.name for path in other.best()] == [
+        "step-00000007",
+        "step-00000006",
+        "step-00000005",
+    ]
+    assert saved(
+        tmp_path / "max", losses, keep_last=1, keep_best=1, metric="loss", mode="max"
+    ).steps() == [1, 7]
+    assert saved(
+        tmp_path / "other", losses, keep_last=1, keep_best=1, metric="accuracy"
+    ).steps() == [7]
     assert saved(tmp_path / "all", losses, keep_last=None).steps() == list(losses)
 
 
 def test_a_step_that_is_saved_again(tmp_path):
     """After going back: it counts with its new metric, and is not removed for being old."""
-    manager = saved(tmp_path, {1: 0.1, 2: 0.2, 3: 0.3}, keep_last=1, keep_best=1, metric="loss")
+    manager = saved(
+        tmp_path, {1: 0.1, 2: 0.2, 3: 0.3}, keep_last=1, keep_best=1, metric="loss"
+    )
     assert manager.steps() == [1, 3]
     manager.save(1, state_at(1), {"loss": 5.0})
     assert manager.steps() == [1, 3]
     assert [path.name for path in manager.best()] == ["step-00000003"]
-    assert len([name for name in names(tmp_path / "step-00000001") if name.startswith("data-")]) <= 2
+    assert (
+        len(
+            [
+                name
+                for name in names(tmp_path / "step-00000001")
+                if name.startswith("data-")
+            ]
+        )
+        <= 2
+    )
     manager.clean()
-    assert len([name for name in names(tmp_path / "step-00000001") if name.startswith("data-")]) == 1
+    assert (
+        len(
+            [
+                name
+                for name in names(tmp_path / "step-00000001")
+                if name.startswith("data-")
+            ]
+        )
+        == 1
+    )
     manager.save(4, state_at(4), {"loss": 6.0})
     assert manager.steps() == [3, 4]
 
@@ -102,7 +148,14 @@ def test_what_is_not_known_stays(tmp_path):
     manager.clean()
     assert names(folder / "step-1") == ["x.tmp"]
     assert names(outside) == ["checkpoint.json"]
-    steps = ["step-00000001", "step-00000002", "step-00000002x", "step-00000007", "step-000300", "step-1"]
+    steps = [
+        "step-00000001",
+        "step-00000002",
+        "step-00000002x",
+        "step-00000007",
+        "step-000300",
+        "step-1",
+    ]
     assert names(folder) == ["best", "log.jsonl", *steps]
 
 
@@ -127,7 +180,9 @@ def test_what_a_crash_left_is_cleaned(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000005"]
 
 
-def test_a_removal_that_is_broken_off_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+def test_a_removal_that_is_broken_off_leaves_nothing_that_looks_whole(
+    tmp_path, monkeypatch
+):
     manager = saved(tmp_path, [1], keep_last=1)
     removed, unlink = [], Path.unlink
 
@@ -149,7 +204,9 @@ def test_damaged_checkpoints_are_passed_over(tmp_path):
     manager = saved(tmp_path, [1, 2, 3])
     damage(tmp_path / "step-00000003")
     state = state_at(0)
-    with pytest.warns(UserWarning, match=r"step 3 is passed over: .*step-00000003.*checkpoint.json"):
+    with pytest.warns(
+        UserWarning, match=r"step 3 is passed over: .*step-00000003.*checkpoint.json"
+    ):
         manager.load(state)
     assert state["step"] == 2
     with pytest.raises(CheckpointError, match="step-00000003"):
@@ -158,7 +215,10 @@ def test_damaged_checkpoints_are_passed_over(tmp_path):
         damage(tmp_path / f"step-0000000{step}")
     with (
         pytest.warns(UserWarning, match="is passed over"),
-        pytest.raises(CheckpointError, match=r"none of the checkpoints of steps \[1, 2, 3\] can be read"),
+        pytest.raises(
+            CheckpointError,
+            match=r"none of the checkpoints of steps \[1, 2, 3\] can be read",
+        ),
     ):
         manager.load(state)
 
@@ -224,27 +284,39 @@ def new_run(folder, ranks, *, asynchronous=False):
 
     def partition(name, linear, mesh):
         if name == "0":
-            linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+            linear.weight = nn.Parameter(
+                distribute_tensor(linear.weight.detach(), mesh, [Shard(0)])
+            )
 
     torch.manual_seed(0)
-    model = distribute_module(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double(), mesh, partition)
+    model = distribute_module(
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double(),
+        mesh,
+        partition,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     state = {
         "model": ModelState(model), "optimizer": OptimizerState(model, optimizer), "schedule": schedule,
         "random": RandomState(), "step": 0,
     }  # fmt: skip
-    manager = CheckpointManager(folder, keep_last=2, keep_best=1, metric="loss", asynchronous=asynchronous)
+    manager = CheckpointManager(
+        folder, keep_last=2, keep_best=1, metric="loss", asynchronous=asynchronous
+    )
     return model, optimizer, schedule, state, manager
 
 
 def script(folder, ranks, until, asynchronous=False):
     """What a user writes: it starts or goes on. Returns the losses and the model."""
-    model, optimizer, schedule, state, manager = new_run(folder, ranks, asynchronous=asynchronous)
+    model, optimizer, schedule, state, manager = new_run(
+        folder, ranks, asynchronous=asynchronous
+    )
     manager.load(state)
     mesh, losses = model[0].weight.device_mesh, {}
     for step in range(state["step"], until):
-        batch = distribute_tensor(torch.randn(8, 4, dtype=torch.float64), mesh, [Replicate()])
+        batch = distribute_tensor(
+            torch.randn(8, 4, dtype=torch.float64), mesh, [Replicate()]
+        )
         loss = (model(batch) - batch).pow(2).mean()
         loss.backward()
         optimizer.step()
@@ -252,13 +324,21 @@ def script(folder, ranks, until, asynchronous=False):
         schedule.step()
         state["step"] = step + 1
         losses[step] = loss.item()
-        manager.save(step + 1, state, {"loss": losses[step] + get_platform().get_rank()})
+        manager.save(
+            step + 1, state, {"loss": losses[step] + get_platform().get_rank()}
+        )
     manager.wait()
-    return losses, {name: value.full_tensor() for name, value in model.state_dict().items()}, manager.steps()
+    return (
+        losses,
+        {name: value.full_tensor() for name, value in model.state_dict().items()},
+        manager.steps(),
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_script_that_is_started_again_ends_where_an_unbroken_one_does(tmp_path, asynchronous):
+def test_a_script_that_is_started_again_ends_where_an_unbroken_one_does(
+    tmp_path, asynchronous
+):
     unbroken = run_ranks(script, 2, tmp_path / "a", 2, 6, asynchronous)
     first = run_ranks(script, 2, tmp_path / "b", 2, 3, asynchronous)
     (tmp_path / "b" / "step-00000004").mkdir()  # as a crash leaves it

@@ -14,7 +14,13 @@ import safetensors
 import torch
 import xxhash
 
-from hyper_parallel import FusedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    FusedShard,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import load, save
 from hyper_parallel.core.distributed_checkpoint.format import from_bytes
 from hyper_parallel.testing import run_ranks
@@ -30,16 +36,33 @@ def read_checkpoint(folder):
     assert int(text[-11:-3], 16) == zlib.crc32(text[:-22])
     root = json.loads(text)
     assert (root["format"], root["version"]) == ("hyper_parallel checkpoint", 1)
-    files = {int(file.stem[22:]): read_data_file(file) for file in folder.glob(f"data-{root['tag']}-*.safetensors")}
+    files = {
+        int(file.stem[22:]): read_data_file(file)
+        for file in folder.glob(f"data-{root['tag']}-*.safetensors")
+    }
     tensors = {}
     for name, tensor in root["tensors"].items():
         stored_as = tensor.get("stored_as", name)
         made = None
-        for offsets, sizes, rank in chunks_of(root["tensors"][stored_as], root["layouts"]):
-            key = stored_as if sizes == tensor["shape"] else f"{stored_as}@{','.join(map(str, offsets))}"
-            raw = np.frombuffer(files[rank][key], np.uint8).reshape(*sizes, -1)  # the last dim: bytes of an element
-            made = np.empty((*tensor["shape"], raw.shape[-1]), np.uint8) if made is None else made
-            made[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = raw
+        for offsets, sizes, rank in chunks_of(
+            root["tensors"][stored_as], root["layouts"]
+        ):
+            key = (
+                stored_as
+                if sizes == tensor["shape"]
+                else f"{stored_as}@{','.join(map(str, offsets))}"
+            )
+            raw = np.frombuffer(files[rank][key], np.uint8).reshape(
+                *sizes, -1
+            )  # the last dim: bytes of an element
+            made = (
+                np.empty((*tensor["shape"], raw.shape[-1]), np.uint8)
+                if made is None
+                else made
+            )
+            made[
+                tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            ] = raw
         tensors[name] = made
     return tensors, root["objects"]
 
@@ -50,7 +73,11 @@ def read_data_file(file):
     head = data[: 8 + int.from_bytes(data[:8], "little")]
     assert int(head[34:42], 16) == zlib.crc32(head[:34] + b"00000000" + head[42:])
     assert len(head) % 4096 == 0
-    spans = {key: value["data_offsets"] for key, value in json.loads(head[8:]).items() if key != "__metadata__"}
+    spans = {
+        key: value["data_offsets"]
+        for key, value in json.loads(head[8:]).items()
+        if key != "__metadata__"
+    }
     found = {key: bytes(value["data"]) for key, value in safetensors.deserialize(data)}
     in_order = sorted(spans, key=spans.get)
     assert found["@xxh3"] == b"".join(sums_of(found[key]) for key in in_order[:-1])
@@ -60,7 +87,9 @@ def read_data_file(file):
 def sums_of(data):
     """The checksums of the blocks of a chunk."""
     blocks = [data[n : n + 4096].ljust(4096, b"\0") for n in range(0, len(data), 4096)]
-    return b"".join(xxhash.xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks)
+    return b"".join(
+        xxhash.xxh3_64_intdigest(block).to_bytes(8, "little") for block in blocks
+    )
 
 
 def chunks_of(tensor, layouts):
@@ -71,24 +100,43 @@ def chunks_of(tensor, layouts):
     mesh = layout["mesh"]
     cutting = {axis for axes in layout["cuts"] for axis in axes}
     copying = [axis for axis in range(len(mesh)) if axis not in cutting]
-    replica = np.unravel_index(tensor["replica"], [mesh[axis] for axis in copying]) if copying else ()
+    replica = (
+        np.unravel_index(tensor["replica"], [mesh[axis] for axis in copying])
+        if copying
+        else ()
+    )
     dims = [pieces_of(layout, dim, size) for dim, size in enumerate(tensor["shape"])]
     for cell in itertools.product(*dims):
-        where = dict(zip(copying, map(int, replica), strict=True)) | {a: i for _, _, at in cell for a, i in at.items()}
-        place = sum(where[axis] * math.prod(mesh[axis + 1 :]) for axis in range(len(mesh)))
+        where = dict(zip(copying, map(int, replica), strict=True)) | {
+            a: i for _, _, at in cell for a, i in at.items()
+        }
+        place = sum(
+            where[axis] * math.prod(mesh[axis + 1 :]) for axis in range(len(mesh))
+        )
         rank = layout["ranks"][place] if "ranks" in layout else layout["first"] + place
-        found.append(([offset for offset, _, _ in cell], [size for _, size, _ in cell], rank))
+        found.append(
+            ([offset for offset, _, _ in cell], [size for _, size, _ in cell], rank)
+        )
     return [chunk for chunk in found if math.prod(chunk[1])]
 
 
 def pieces_of(layout, dim, size):
     """(offset, size, {axis: coordinate}) of each piece of a dim."""
     sections = layout.get("sections", {}).get(str(dim), [size])
-    found = [(sum(sections[:number]), length, {}) for number, length in enumerate(sections)]
+    found = [
+        (sum(sections[:number]), length, {}) for number, length in enumerate(sections)
+    ]
     for axis in layout["cuts"][dim]:
         parts = layout["mesh"][axis]
-        cut = [(offset, length, at, -(-length // parts), i) for offset, length, at in found for i in range(parts)]
-        spans = [(o, min(i * step, n), min((i + 1) * step, n), {**at, axis: i}) for o, n, at, step, i in cut]
+        cut = [
+            (offset, length, at, -(-length // parts), i)
+            for offset, length, at in found
+            for i in range(parts)
+        ]
+        spans = [
+            (o, min(i * step, n), min((i + 1) * step, n), {**at, axis: i})
+            for o, n, at, step, i in cut
+        ]
         found = [(offset + begin, end - begin, at) for offset, begin, end, at in spans]
     return found
 
@@ -98,7 +146,9 @@ def pieces_of(layout, dim, size):
 
 def whole(dtype, *shape):
     """Values that say where they are."""
-    return torch.arange(1, math.prod(shape) + 1).reshape(shape).to(getattr(torch, dtype))
+    return (
+        torch.arange(1, math.prod(shape) + 1).reshape(shape).to(getattr(torch, dtype))
+    )
 
 
 R = Replicate()
@@ -116,9 +166,16 @@ TENSORS = {
 
 def save_on_this_rank(folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    made = {name: distribute_tensor(tensor, mesh, placed) for name, (tensor, placed) in TENSORS.items()}
+    made = {
+        name: distribute_tensor(tensor, mesh, placed)
+        for name, (tensor, placed) in TENSORS.items()
+    }
     save(
-        {"model": {**made, "tied": made["rows"]}, "list": [torch.tensor(2.5), {"a": (1, b"\0")}], "step": 12},
+        {
+            "model": {**made, "tied": made["rows"]},
+            "list": [torch.tensor(2.5), {"a": (1, b"\0")}],
+            "step": 12,
+        },
         checkpoint_id=folder,
     )
 
@@ -167,9 +224,15 @@ def write_checkpoint(folder, arrays, objects):
         for name, array in arrays.items():
             step = -(-len(array) // 2)
             part = array[rank * step : (rank + 1) * step]
-            key = name if part.shape == array.shape else f"{name}@{min(rank * step, len(array))},0"
+            key = (
+                name
+                if part.shape == array.shape
+                else f"{name}@{min(rank * step, len(array))},0"
+            )
             chunks |= {key: part} if part.size else {}
-        (folder / f"data-{tag}-{rank:05d}.safetensors").write_bytes(data_file(chunks, tag, rank))
+        (folder / f"data-{tag}-{rank:05d}.safetensors").write_bytes(
+            data_file(chunks, tag, rank)
+        )
     root = {
         "format": "hyper_parallel checkpoint", "version": 1, "tag": tag, "block": 4096, "ranks": 2, "library": "a test",
         "layouts": [{"mesh": [2], "names": None, "first": 0, "cuts": [[0], []]}],
@@ -178,17 +241,29 @@ def write_checkpoint(folder, arrays, objects):
         "paths": {},
     }  # fmt: skip
     body = json.dumps(root, indent=1)[:-1].rstrip().encode()
-    (folder / "checkpoint.json").write_bytes(body + b',\n"crc32":"%08x"}\n' % zlib.crc32(body))
+    (folder / "checkpoint.json").write_bytes(
+        body + b',\n"crc32":"%08x"}\n' % zlib.crc32(body)
+    )
 
 
 def data_file(chunks, tag, rank):
     data, sums = b"", b""
     header = {
-        "__metadata__": {"crc32": "0" * 8, "format": "hyper_parallel", "version": "1", "tag": tag, "rank": str(rank)}
+        "__metadata__": {
+            "crc32": "0" * 8,
+            "format": "hyper_parallel",
+            "version": "1",
+            "tag": tag,
+            "rank": str(rank),
+        }
     }
     for key, array in chunks.items():
         made = array.astype("<f4").tobytes()
-        header[key] = {"dtype": "F32", "shape": array.shape, "data_offsets": [len(data), len(data) + len(made)]}
+        header[key] = {
+            "dtype": "F32",
+            "shape": array.shape,
+            "data_offsets": [len(data), len(data) + len(made)],
+        }
         sums += sums_of(made)
         data += made
     span = [len(data), len(data) + len(sums)]
@@ -200,12 +275,28 @@ def data_file(chunks, tag, rank):
 
 
 def test_the_page_is_enough_to_write(tmp_path):
-    arrays = {"a": np.arange(5000.0).reshape(5, 1000), "b": np.ones((1, 3)), "c": np.arange(4.0).reshape(2, 2)}
-    write_checkpoint(tmp_path / "made", arrays, {"step": 3, "betas": {"$tuple": [0.5, {"$float": "inf"}]}})
-    found = from_bytes((tmp_path / "made/checkpoint.json").read_bytes(), "checkpoint.json")
+    arrays = {
+        "a": np.arange(5000.0).reshape(5, 1000),
+        "b": np.ones((1, 3)),
+        "c": np.arange(4.0).reshape(2, 2),
+    }
+    write_checkpoint(
+        tmp_path / "made",
+        arrays,
+        {"step": 3, "betas": {"$tuple": [0.5, {"$float": "inf"}]}},
+    )
+    found = from_bytes(
+        (tmp_path / "made/checkpoint.json").read_bytes(), "checkpoint.json"
+    )
     assert found.storage_data.objects == {"step": 3, "betas": (0.5, math.inf)}
-    assert [chunk.sizes for chunk in found.state_dict_metadata["a"].chunks] == [(3, 1000), (2, 1000)]
-    state = {name: torch.zeros(array.shape) for name, array in arrays.items()} | {"step": 0, "betas": None}
+    assert [chunk.sizes for chunk in found.state_dict_metadata["a"].chunks] == [
+        (3, 1000),
+        (2, 1000),
+    ]
+    state = {name: torch.zeros(array.shape) for name, array in arrays.items()} | {
+        "step": 0,
+        "betas": None,
+    }
     load(state, checkpoint_id=tmp_path / "made", no_dist=True)
     for name, array in arrays.items():
         np.testing.assert_array_equal(state[name].numpy(), array)
@@ -216,7 +307,9 @@ def test_the_example_on_the_page(tmp_path):
     [example] = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     found = from_bytes(example.encode(), "the page")
     w = found.state_dict_metadata["model.w"]
-    assert [(w.chunks[n].offsets, w.chunks[n].sizes, w.chunks.place(n)) for n in range(2)] == [
+    assert [
+        (w.chunks[n].offsets, w.chunks[n].sizes, w.chunks.place(n)) for n in range(2)
+    ] == [
         ((0, 0), (2, 2), 0),
         ((2, 0), (1, 2), 1),
     ]

@@ -47,7 +47,9 @@ def cases(draw):
         layouts = []
         for ranks in (before, after):
             mesh = draw(st.sampled_from(MESHES[ranks]))
-            layouts.append(None if mesh is None else (mesh, draw(placements(mesh, shape))))
+            layouts.append(
+                None if mesh is None else (mesh, draw(placements(mesh, shape)))
+            )
         tensors.append((draw(st.sampled_from(DTYPES)), shape, seed, *layouts))
     return before, after, tensors
 
@@ -55,10 +57,14 @@ def cases(draw):
 def random_bits(dtype, shape, seed):
     """A tensor of any bits, not numbers and infinities among them."""
     count = int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize
-    bits = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
+    bits = torch.from_numpy(
+        np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+    )
     if not count:
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    return ((bits & 1).bool() if dtype == "bool" else bits.view(getattr(torch, dtype))).reshape(shape)
+    return (
+        (bits & 1).bool() if dtype == "bool" else bits.view(getattr(torch, dtype))
+    ).reshape(shape)
 
 
 def layout_of(told, ndim):
@@ -72,9 +78,17 @@ def tensor_on(told, whole):
         return whole.clone()
     layout, platform = layout_of(told, whole.dim()), get_platform()
     indices = own_indices(layout, tuple(whole.shape), layout.mesh.get_coordinate())
-    own = platform.tensor_memory(whole)[np.ix_(*indices)] if indices else platform.tensor_memory(whole)
+    own = (
+        platform.tensor_memory(whole)[np.ix_(*indices)]
+        if indices
+        else platform.tensor_memory(whole)
+    )
     own_bytes = np.frombuffer(own.tobytes(), np.uint8).copy()
-    return DTensor(platform.tensor_from_bytes(own_bytes, str(whole.dtype), own.shape), layout, tuple(whole.shape))
+    return DTensor(
+        platform.tensor_from_bytes(own_bytes, str(whole.dtype), own.shape),
+        layout,
+        tuple(whole.shape),
+    )
 
 
 def bits(tensor):
@@ -83,14 +97,20 @@ def bits(tensor):
 
 def save_there(folder, tensors):
     save(
-        {"t": {str(n): tensor_on(told, random_bits(*kind)) for n, (*kind, told, _) in enumerate(tensors)}},
+        {
+            "t": {
+                str(n): tensor_on(told, random_bits(*kind))
+                for n, (*kind, told, _) in enumerate(tensors)
+            }
+        },
         checkpoint_id=folder,
     )
 
 
 def load_here(folder, tensors):
     state = {
-        str(n): tensor_on(told, torch.zeros_like(random_bits(*kind))) for n, (*kind, _, told) in enumerate(tensors)
+        str(n): tensor_on(told, torch.zeros_like(random_bits(*kind)))
+        for n, (*kind, _, told) in enumerate(tensors)
     }
     report = load({"t": state}, checkpoint_id=folder)
     assert sorted(report.loaded) == sorted(f"t.{n}" for n in range(len(tensors)))

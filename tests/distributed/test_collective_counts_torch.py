@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh as init_native_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import hyper_parallel
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import explicit
 from hyper_parallel.core.shard import OperatorError
@@ -27,7 +34,9 @@ INF, NAN = float("inf"), float("nan")
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 # --- the same program for both libraries
@@ -45,16 +54,25 @@ class Library:
         if self.module is None:
             return data.clone().requires_grad_(recorded)
         shards = placement != "R"
-        placed = self.module.Shard(int(placement[1:])) if shards else self.module.Replicate()
-        return self.module.distribute_tensor(data.clone(), self.mesh, [placed]).requires_grad_(recorded)
+        placed = (
+            self.module.Shard(int(placement[1:])) if shards else self.module.Replicate()
+        )
+        return self.module.distribute_tensor(
+            data.clone(), self.mesh, [placed]
+        ).requires_grad_(recorded)
 
     def pending(self, op, seed=0):
         """A tensor of which every rank has a part."""
-        parts = [draw(5, 3, seed=10 * seed + rank) for rank in range(torch.distributed.get_world_size())]
+        parts = [
+            draw(5, 3, seed=10 * seed + rank)
+            for rank in range(torch.distributed.get_world_size())
+        ]
         if self.module is None:
             return getattr(torch.stack(parts), f"a{op}")(0)
         part = parts[torch.distributed.get_rank()]
-        return self.module.DTensor.from_local(part, self.mesh, [self.module.Partial(op)])
+        return self.module.DTensor.from_local(
+            part, self.mesh, [self.module.Partial(op)]
+        )
 
 
 @dataclass
@@ -77,7 +95,9 @@ def pointwise(run, *ops, beside=False):
 
 def along(run, shape=(8, 12), placement="S1", recorded=False):
     """A program on one tensor that is cut."""
-    return Program(lambda library: [library.put(draw(*shape), placement, recorded)], run)
+    return Program(
+        lambda library: [library.put(draw(*shape), placement, recorded)], run
+    )
 
 
 def differentiated(run, **how):
@@ -96,11 +116,18 @@ def trained(layer, data, placement):
 
     def make(library):
         parameters = layer().named_parameters()
-        placed = {name: library.put(draw(*p.shape, seed=i + 1), "R", True) for i, (name, p) in enumerate(parameters)}
+        placed = {
+            name: library.put(draw(*p.shape, seed=i + 1), "R", True)
+            for i, (name, p) in enumerate(parameters)
+        }
         module = layer()
         for name, value in placed.items():
             module.register_parameter(name, torch.nn.Parameter(value.detach()))
-        return [module, library.put(data, placement), torch.optim.SGD(module.parameters(), 0.01)]
+        return [
+            module,
+            library.put(data, placement),
+            torch.optim.SGD(module.parameters(), 0.01),
+        ]
 
     def run(module, x, optimizer):
         (module(x) ** 2).sum().backward()
@@ -125,7 +152,9 @@ PROGRAMS = {
     "relu of a minimum": pointwise(torch.relu, "min"),
     "clamp of a maximum": pointwise(lambda x: x.clamp(-1, 1), "max"),
     "a cast of a maximum": pointwise(lambda x: x.to(torch.float32), "max"),
-    "a chain on maxima": pointwise(lambda x, y: torch.maximum(x.exp(), y + 1.0).neg(), "max", "max"),
+    "a chain on maxima": pointwise(
+        lambda x, y: torch.maximum(x.exp(), y + 1.0).neg(), "max", "max"
+    ),
     # Reductions over a dim that is cut.
     "std": along(lambda x: x.std(1)),
     "std of all": along(lambda x: x.std()),
@@ -153,8 +182,12 @@ PROGRAMS = {
     "select": along(lambda x: x[3], placement="S0"),
     "select, backward": differentiated(lambda x: x[3], placement="S0"),
     # A training step: torch leaves the gradients of weights in parts, and sums each of them in the optimizer.
-    "a step of a convolution": trained(lambda: torch.nn.Conv2d(3, 4, 3, padding=1), draw(4, 3, 5, 5), "S0"),
-    "a step of a layer norm": trained(lambda: torch.nn.LayerNorm(6), draw(2, 8, 6), "S1"),
+    "a step of a convolution": trained(
+        lambda: torch.nn.Conv2d(3, 4, 3, padding=1), draw(4, 3, 5, 5), "S0"
+    ),
+    "a step of a layer norm": trained(
+        lambda: torch.nn.LayerNorm(6), draw(2, 8, 6), "S1"
+    ),
     "a step of an RMS norm": trained(lambda: torch.nn.RMSNorm(6), draw(2, 8, 6), "S1"),
 }
 
@@ -170,7 +203,9 @@ def whole(value):
 def counts_of(program):
     """(ours, torch's) collectives, after both sets of values have been compared with those of plain torch."""
     ranks = torch.distributed.get_world_size()
-    ours = Library(hyper_parallel, init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",)))
+    ours = Library(
+        hyper_parallel, init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
+    )
     theirs = Library(native, init_native_mesh("cpu", (ranks,)))
     expected = results_of(program.run(*program.make(Library(None, None))))
     tensors = program.make(ours)
@@ -182,7 +217,9 @@ def counts_of(program):
         native_found = results_of(program.run(*tensors))
     for mine, theirs_, true in zip(found, native_found, expected, strict=True):
         torch.testing.assert_close(whole(mine), true.detach())
-        torch.testing.assert_close(whole(theirs_), true.detach())  # a control: it is the same program
+        torch.testing.assert_close(
+            whole(theirs_), true.detach()
+        )  # a control: it is the same program
     return sum(ledger.counts().values()), comm.get_total_counts()
 
 
@@ -190,7 +227,9 @@ def counts_of(program):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_more_collectives_than_torch(name):
     ours, native_count = counts_of(PROGRAMS[name])
-    assert ours <= native_count, f"{name}: {ours} collectives, {native_count} with torch"
+    assert ours <= native_count, (
+        f"{name}: {ours} collectives, {native_count} with torch"
+    )
 
 
 # --- what is kept pending is exact, or is reduced first
@@ -200,7 +239,16 @@ SPECIAL = [
     torch.tensor([NAN, 2.0, 5.0, -INF, -INF, -INF, 4.0, -1.0]),
 ]
 COPY = torch.tensor([1.0, 1.0, INF, -INF, INF, -1.0, NAN, 2.0])
-RISING = [torch.exp, torch.relu, torch.ceil, torch.tanh, torch.sign, torch.nan_to_num, torch.sqrt, torch.erfc]
+RISING = [
+    torch.exp,
+    torch.relu,
+    torch.ceil,
+    torch.tanh,
+    torch.sign,
+    torch.nan_to_num,
+    torch.sqrt,
+    torch.erfc,
+]
 USES = {
     **{function.__name__: function for function in RISING},
     "neg": torch.neg,
@@ -231,12 +279,16 @@ def line():
 def same(name, mine, true):
     for one, expected in zip(results_of(mine), results_of(true), strict=True):
         found = one.full_tensor() if isinstance(one, DTensor) else one
-        torch.testing.assert_close(found, expected, equal_nan=True, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            found, expected, equal_nan=True, msg=lambda m: f"{name}: {m}"
+        )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("length", [1, 4000])  # one element a time, and more bytes than go by one exchange
+@pytest.mark.parametrize(
+    "length", [1, 4000]
+)  # one element a time, and more bytes than go by one exchange
 def test_a_reduction_that_waits_is_exact(op, length):
     mesh = line()
     parts = [part.repeat(length) for part in SPECIAL]
@@ -249,16 +301,29 @@ def test_a_reduction_that_waits_is_exact(op, length):
     for name, use in USES_OF_TWO.items():
         same(name, use(x, y), use(value, copy))
         same(f"{name} of two", use(x, x), use(value, value))
-        same(f"{name} with finite copies", use(x, y.nan_to_num(0, 1, -1)), use(value, copy.nan_to_num(0, 1, -1)))
+        same(
+            f"{name} with finite copies",
+            use(x, y.nan_to_num(0, 1, -1)),
+            use(value, copy.nan_to_num(0, 1, -1)),
+        )
 
 
 @on_ranks(2)
 def test_integers_do_not_overflow_on_the_way():
     mesh, least = line(), torch.iinfo(torch.int32).min
-    parts = [torch.tensor([least, 3], dtype=torch.int32), torch.tensor([5, least], dtype=torch.int32)]
+    parts = [
+        torch.tensor([least, 3], dtype=torch.int32),
+        torch.tensor([5, least], dtype=torch.int32),
+    ]
     x = DTensor.from_local(parts[mesh.rank], mesh, [Partial("max")])
     value = torch.tensor([5, 3], dtype=torch.int32)
-    uses = [torch.neg, lambda x: x - 1, torch.relu, lambda x: torch.maximum(x, x), lambda x: x.double()]
+    uses = [
+        torch.neg,
+        lambda x: x - 1,
+        torch.relu,
+        lambda x: torch.maximum(x, x),
+        lambda x: x.double(),
+    ]
     for number, use in enumerate(uses):
         same(f"use {number}", use(x), use(value))
 
@@ -269,13 +334,18 @@ def test_what_is_recorded_is_reduced_first():
     part = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)[mesh.rank]
     x = DTensor.from_local(part, mesh, [Partial("max")])
     assert (-x).placements == (Partial("min"),)
-    weight = distribute_tensor(torch.ones(2, dtype=torch.float64), mesh, [Replicate()]).requires_grad_()
+    weight = distribute_tensor(
+        torch.ones(2, dtype=torch.float64), mesh, [Replicate()]
+    ).requires_grad_()
     for use in (torch.add, torch.sub, torch.maximum, lambda x, y: y - x):
         with CommunicationLedger(mesh) as ledger:
             found = use(x, weight)
             found.sum().backward()
         assert found.placements == (Replicate(),)
-        assert ledger.counts() in ({"all_reduce": 1}, {})  # the value is remembered for the next
+        assert ledger.counts() in (
+            {"all_reduce": 1},
+            {},
+        )  # the value is remembered for the next
     with torch.no_grad():
         assert (x + weight).placements == (Partial("max"),)
     recorded = DTensor.from_local(part.clone().requires_grad_(), mesh, [Partial("max")])
@@ -296,7 +366,9 @@ def test_pending_on_one_axis_and_sharded_on_another():
     same("add", x + beside, value + row)
     same("add what is cut", x + cut, value + wholes[0])
     same("maximum", torch.maximum(x, cut).exp(), torch.maximum(value, wholes[0]).exp())
-    both = DTensor.from_local(shard, mesh, [Partial("max"), Partial("max")], shape=tuple(shard.shape))
+    both = DTensor.from_local(
+        shard, mesh, [Partial("max"), Partial("max")], shape=tuple(shard.shape)
+    )
     if tuple(shard.shape) == (3, 3):
         assert (-both).placements == (Partial("min"), Partial("min"))
 
@@ -336,28 +408,55 @@ ROWS_OF = {"std": [3, 6], "var": [3, 6], "amin": [4, 6], "topk": [0, 2, 3, 4]}
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_in_one_message_are_exact(name):
     call = REDUCTIONS[name]
-    for shape, placements in (((4,), [Shard(1)]), ((2, 2), [Shard(1), Shard(1)]), ((2, 2), [Shard(0), Shard(1)])):
+    for shape, placements in (
+        ((4,), [Shard(1)]),
+        ((2, 2), [Shard(1), Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+    ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("x", "y")[: len(shape)])
-        for data in (ROWS[ROWS_OF.get(name, ALL)], draw(6, 5), draw(3, 16)):  # five over four ranks: 2, 2, 1 and none
+        for data in (
+            ROWS[ROWS_OF.get(name, ALL)],
+            draw(6, 5),
+            draw(3, 16),
+        ):  # five over four ranks: 2, 2, 1 and none
             true = data.clone().requires_grad_()
             mine = distribute_tensor(data, mesh, placements).requires_grad_()
             found, expected = call(mine), call(true)
             same(name, found.detach(), expected.detach())
             weight = draw(*expected.shape, seed=3)
-            first = torch.autograd.grad((expected * weight).sum(), true, create_graph=True)[0]
+            first = torch.autograd.grad(
+                (expected * weight).sum(), true, create_graph=True
+            )[0]
             spread = distribute_tensor(weight, mesh, [Replicate()] * len(shape))
-            own = torch.autograd.grad((found * spread).sum(), mine, create_graph=True)[0]
+            own = torch.autograd.grad((found * spread).sum(), mine, create_graph=True)[
+                0
+            ]
             assert own.placements == tuple(placements)
             same(f"{name}, gradient", own.detach(), first.detach())
-            if bool(data.isfinite().all()) and first.requires_grad and data.abs().max() < 100:
+            if (
+                bool(data.isfinite().all())
+                and first.requires_grad
+                and data.abs().max() < 100
+            ):
                 second = torch.autograd.grad((first**2).sum(), true)[0]
-                same(f"{name}, second order", torch.autograd.grad((own**2).sum(), mine)[0], second)
+                same(
+                    f"{name}, second order",
+                    torch.autograd.grad((own**2).sum(), mine)[0],
+                    second,
+                )
 
 
 @on_ranks(2)
 def test_places_are_exact_in_every_dtype():
     mesh = line()
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.uint8):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+    ):
         data = (draw(3, 300).abs() * 40).to(dtype)
         data[1, 250] = 120  # a place that half precision cannot tell from its neighbour
         data[2] = 1
@@ -368,7 +467,11 @@ def test_places_are_exact_in_every_dtype():
         same(f"topk of {dtype}", values, data.topk(2, 1)[0])
         assert torch.equal(data.gather(1, places.full_tensor()), values.full_tensor())
     big = torch.tensor([[2**62 + 1, 2**62 + 3, 2**62 + 2, 5]])
-    same("large integers", distribute_tensor(big, mesh, [Shard(1)]).max(1)[0], big.max(1)[0])
+    same(
+        "large integers",
+        distribute_tensor(big, mesh, [Shard(1)]).max(1)[0],
+        big.max(1)[0],
+    )
 
 
 @on_ranks(2)
@@ -378,7 +481,9 @@ def test_deviations_of_numbers_far_from_zero():
     x = distribute_tensor(data, mesh, [Shard(1)])
     exact = data.double().std(1)
     assert ((x.std(1).full_tensor() - exact) / exact).abs().max() < 1e-6
-    values = distribute_tensor(draw(3, 1), mesh, [Shard(1)])  # one element, on the first rank
+    values = distribute_tensor(
+        draw(3, 1), mesh, [Shard(1)]
+    )  # one element, on the first rank
     assert values.std(1).full_tensor().isnan().all()
     assert values.var(1, correction=0).full_tensor().eq(0).all()
 

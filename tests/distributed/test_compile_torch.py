@@ -73,12 +73,16 @@ def test_what_lies_on_a_mesh_is_refused(fullgraph):
     step = compiled(torch.optim.AdamW(optimised.parameters()).step, fullgraph=fullgraph)
     data = replicate(model_of(), mesh_of_two())
     without_hooks = model_of()
-    without_hooks.up.weight = nn.Parameter(distribute_tensor(without_hooks.up.weight.detach(), mesh_of_two(), [S0]))
+    without_hooks.up.weight = nn.Parameter(
+        distribute_tensor(without_hooks.up.weight.detach(), mesh_of_two(), [S0])
+    )
     calls = [
         lambda: compiled(on_mesh(), fullgraph=fullgraph)(x),
         lambda: by_method(x),
         lambda: block(x),
-        lambda: compiled(lambda value: (value * 2).relu().sum(), fullgraph=fullgraph)(distributed),
+        lambda: compiled(lambda value: (value * 2).relu().sum(), fullgraph=fullgraph)(
+            distributed
+        ),
         compiled(lambda: (distributed * 2).relu().sum(), fullgraph=fullgraph),
         lambda: compiled(data, fullgraph=fullgraph)(x),
         lambda: compiled(without_hooks, fullgraph=fullgraph)(x),
@@ -90,7 +94,9 @@ def test_what_lies_on_a_mesh_is_refused(fullgraph):
         with pytest.raises(RuntimeError, match=f"(?s){REFUSED}") as found:
             call()
         assert type(found.value).__name__ == "NotCompilable"
-        assert torch._dynamo.utils.counters["stats"].get("unique_graphs") == before.get("unique_graphs")
+        assert torch._dynamo.utils.counters["stats"].get("unique_graphs") == before.get(
+            "unique_graphs"
+        )
     get_platform().barrier()  # no rank waits for another
 
 
@@ -99,7 +105,9 @@ def test_a_distributed_tensor_made_inside_is_refused():
     mesh = mesh_of_two()
     make = compiled(lambda x: (distribute_tensor(x, mesh, [S0]) * 2).sum())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler, which reads on until there is such a tensor
+        warnings.simplefilter(
+            "ignore"
+        )  # of the compiler, which reads on until there is such a tensor
         with pytest.raises(RuntimeError, match=f"(?s){REFUSED}"):
             make(torch.ones(4, 8))
 
@@ -117,14 +125,20 @@ def test_a_plan_for_a_compiled_module_is_refused():
         (inner, {"0.up": ColwiseParallel()}),
         (inner, {"0.*": ColwiseParallel()}),
     ):
-        with pytest.raises(ValueError, match=r"whose calls torch.compile has compiled.*HP414"):
+        with pytest.raises(
+            ValueError, match=r"whose calls torch.compile has compiled.*HP414"
+        ):
             parallelize_module(model, mesh_of_two(), patterns)
-    parallelize_module(inner, mesh_of_two(), {"0.down": RowwiseParallel()})  # the compiled one is another
+    parallelize_module(
+        inner, mesh_of_two(), {"0.down": RowwiseParallel()}
+    )  # the compiled one is another
 
 
 @on_ranks(2)
 def test_functions_of_plain_shards_are_compiled():
-    warnings.filterwarnings("ignore", message="The .grad attribute")  # the compiler asks plain results for it
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute"
+    )  # the compiler asks plain results for it
     mesh = mesh_of_two()
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain = model_of()
@@ -134,7 +148,9 @@ def test_functions_of_plain_shards_are_compiled():
     mapped = local_map(gelu, [S1], ([S1],))
     sharded = custom_shard(gelu, mesh, ([S1],), ([S1],))
     for between, local in ((gelu, True), (mapped, False), (sharded, False)):
-        model = parallelize_module(model_of(between=between), mesh, plan(use_local_output=local))
+        model = parallelize_module(
+            model_of(between=between), mesh, plan(use_local_output=local)
+        )
         found = model(x) ** 2
         found.sum().backward()
         for mine, true in zip(model.parameters(), plain.parameters(), strict=True):

@@ -45,30 +45,46 @@ def test_a_view_has_the_changes_of_its_base(view, place):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     for name, change in CHANGES.items():
         results = []
-        for x in (values().requires_grad_(), distribute_tensor(values(), mesh, [place]).requires_grad_()):
+        for x in (
+            values().requires_grad_(),
+            distribute_tensor(values(), mesh, [place]).requires_grad_(),
+        ):
             y = x * 1
             taken = VIEWS[view](y)
             before = whole(taken).detach().clone()
             change(y)
             with torch.no_grad():
-                whole(taken).sum()  # what is looked at meanwhile does not take its graph away
+                whole(
+                    taken
+                ).sum()  # what is looked at meanwhile does not take its graph away
             loss = (taken * taken).sum()
             assert taken.requires_grad == (view != "detached")
             if view != "detached":
                 loss.backward()
             results.append(
-                (before, whole(taken).detach(), whole(loss).detach(), None if x.grad is None else whole(x.grad))
+                (
+                    before,
+                    whole(taken).detach(),
+                    whole(loss).detach(),
+                    None if x.grad is None else whole(x.grad),
+                )
             )
         for mine, true in zip(*reversed(results), strict=True):
             if true is not None:
-                torch.testing.assert_close(mine, true, msg=lambda m, name=name: f"{name}: {m}")
+                torch.testing.assert_close(
+                    mine, true, msg=lambda m, name=name: f"{name}: {m}"
+                )
 
 
 @on_ranks(2)
 def test_one_of_several_views_has_the_changes_of_its_base():
     """With a graph torch itself refuses that."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    for take in (lambda x: x.split([1, 3])[1], lambda x: x.unbind(0)[2], lambda x: x.chunk(3)[1]):
+    for take in (
+        lambda x: x.split([1, 3])[1],
+        lambda x: x.unbind(0)[2],
+        lambda x: x.chunk(3)[1],
+    ):
         taken = []
         for base in (values(), distribute_tensor(values(), mesh, [S0])):
             taken.append(take(base))
@@ -79,7 +95,9 @@ def test_one_of_several_views_has_the_changes_of_its_base():
 @on_ranks(2)
 def test_what_makes_the_base_require_a_gradient_makes_the_view():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    base, weight = (distribute_tensor(t, mesh, [S0]) for t in (torch.arange(4.0), torch.ones(4)))
+    base, weight = (
+        distribute_tensor(t, mesh, [S0]) for t in (torch.arange(4.0), torch.ones(4))
+    )
     weight.requires_grad_()
     taken = base[1:3]
     base.mul_(weight)
@@ -94,7 +112,10 @@ def test_what_may_be_a_view_is_refused_after_a_change():
     base = distribute_tensor(values(), mesh, [S1])
     taken, kept = base.reshape(-1), base.reshape(-1).clone()
     base.mul_(2)
-    with pytest.raises(RuntimeError, match="reshape: the tensor that it was taken from has been changed") as error:
+    with pytest.raises(
+        RuntimeError,
+        match="reshape: the tensor that it was taken from has been changed",
+    ) as error:
         taken + 1
     assert error.value.args
     torch.testing.assert_close(kept.full_tensor(), values().reshape(-1))
@@ -142,7 +163,9 @@ def test_what_is_a_copy_on_one_device_is_a_copy_of_a_shard(name, shape):
         try:
             SHAPED[name](spread).add_(10)
         except OperatorError:
-            torch.testing.assert_close(spread.full_tensor(), start)  # the copy is of moved data: refused
+            torch.testing.assert_close(
+                spread.full_tensor(), start
+            )  # the copy is of moved data: refused
             continue
         torch.testing.assert_close(spread.full_tensor(), plain)
 
@@ -172,7 +195,10 @@ def test_what_torch_returns_itself_is_returned_itself():
         seen = []
         leaf.flatten().register_hook(seen.append)
         (leaf * 2 + leaf.flatten()).sum().backward()
-        torch.testing.assert_close([g.full_tensor() for g in seen], [torch.full((3,), 3.0, dtype=torch.float64)])
+        torch.testing.assert_close(
+            [g.full_tensor() for g in seen],
+            [torch.full((3,), 3.0, dtype=torch.float64)],
+        )
 
 
 @on_ranks(2)
@@ -182,5 +208,10 @@ def test_strides_are_those_of_one_device():
     plain = torch.arange(8.0).view(2, 4)
     for place in (S0, S1, R):
         spread = distribute_tensor(plain, mesh, [place])
-        for change in (lambda x: x, lambda x: x.t(), lambda x: x.t().contiguous(), lambda x: x.unsqueeze(1)):
+        for change in (
+            lambda x: x,
+            lambda x: x.t(),
+            lambda x: x.t().contiguous(),
+            lambda x: x.unsqueeze(1),
+        ):
             assert change(spread).stride() == change(plain).stride()

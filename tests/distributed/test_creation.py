@@ -3,7 +3,14 @@
 
 import torch
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -26,7 +33,12 @@ def test_nothing_is_communicated_and_the_layout_stays():
                 x.new_zeros(5, 3),
                 torch.empty_like(x),
             ]
-            others = [x.new_ones(4), x.new_full((2, 2), 3.0), x.new_tensor([1.0]), x.new_empty(0)]
+            others = [
+                x.new_ones(4),
+                x.new_full((2, 2), 3.0),
+                x.new_tensor([1.0]),
+                x.new_empty(0),
+            ]
         assert ledger.counts() == {}
         assert {one.placements for one in made} == {without_sum}
         assert {one.placements for one in others} == {(Replicate(), Replicate())}

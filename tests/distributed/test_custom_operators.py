@@ -7,7 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.shard import OperatorError, pointwise
 from hyper_parallel.core.shard.custom_shard import custom_shard
 from hyper_parallel.core.shard.dfunction import DFunction
@@ -18,7 +25,9 @@ R, S0, S1 = [Replicate()], [Shard(0)], [Shard(1)]
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def same(mine, true):
@@ -80,7 +89,11 @@ class ByPreprocess(DistributedOp):
 
     def preprocess(self, args, kwargs):
         gate, up, scale = args
-        return (gate.to_local(), up.to_local(), scale), kwargs, [gate.layout, up.layout, scale]
+        return (
+            (gate.to_local(), up.to_local(), scale),
+            kwargs,
+            [gate.layout, up.layout, scale],
+        )
 
     def infer_layout(self, cache_values):
         return cache_values[0]
@@ -93,7 +106,10 @@ class ByPreprocess(DistributedOp):
 def check(mesh, factor=1.0):
     """A sharded gate and a replicated up: the gradient of up must be summed."""
     gate_data, up_data, weight = draw(5, 4), draw(5, 4, seed=1), draw(5, 4, seed=2)
-    true_gate, true_up = gate_data.clone().requires_grad_(), up_data.clone().requires_grad_()
+    true_gate, true_up = (
+        gate_data.clone().requires_grad_(),
+        up_data.clone().requires_grad_(),
+    )
     truth = true_gate * true_up[:1] * 3.0 * factor
     (truth * weight).sum().backward()
     gate, row = leaf(gate_data, mesh, S0), leaf(up_data[:1], mesh, R)
@@ -117,8 +133,13 @@ def test_a_function_runs_on_shards_by_the_rule_of_its_name():
     assert ScaledProduct.seen == [(torch.Tensor, (rows, 4), 3.0)]
     # A pending sum passes where the rule says so.
     part = DTensor.from_local(draw(4), mesh, [Partial()])
-    assert ScaledProduct.apply(part, leaf(draw(4, seed=1), mesh, R), 1.0).placements == (Partial(),)
-    with pytest.raises(ValueError, match="Unnamed.apply: called with distributed tensors, but Unnamed has no _op_name"):
+    assert ScaledProduct.apply(
+        part, leaf(draw(4, seed=1), mesh, R), 1.0
+    ).placements == (Partial(),)
+    with pytest.raises(
+        ValueError,
+        match="Unnamed.apply: called with distributed tensors, but Unnamed has no _op_name",
+    ):
         Unnamed.apply(part)
 
 
@@ -128,16 +149,25 @@ def test_the_two_forms_with_methods():
     op = ByLayouts("scaled_product")
     check(mesh, factor=2.0)
     layouts, extra = op.asked
-    assert [layout and layout.placements for layout in layouts] == [(Shard(0),), (Replicate(),), None]
+    assert [layout and layout.placements for layout in layouts] == [
+        (Shard(0),),
+        (Replicate(),),
+        None,
+    ]
     assert extra == [3.0]
     assert op.expanded[0] is layouts[0]
     ByPreprocess("scaled_product")
     check(mesh)
     DistributedOp("scaled_product")
     with pytest.raises(
-        NotImplementedError, match="scaled_product: DistributedOp must give a rule or define infer_layout"
+        NotImplementedError,
+        match="scaled_product: DistributedOp must give a rule or define infer_layout",
     ):
-        ScaledProduct.apply(distribute_tensor(draw(4), mesh, R), distribute_tensor(draw(4), mesh, R), 1.0)
+        ScaledProduct.apply(
+            distribute_tensor(draw(4), mesh, R),
+            distribute_tensor(draw(4), mesh, R),
+            1.0,
+        )
 
 
 @on_ranks(2)
@@ -158,7 +188,8 @@ def test_a_rule_for_a_function_of_the_framework():
 
     Wrong("erfcx")
     with pytest.raises(
-        OperatorError, match=r"erfcx: rank \d got a result of shape \(3, 4\), but by the rule it is \(3,\)"
+        OperatorError,
+        match=r"erfcx: rank \d got a result of shape \(3, 4\), but by the rule it is \(3,\)",
     ):
         torch.special.erfcx(x)
     Erfcx("erfcx")  # these ranks serve other tests too
@@ -184,25 +215,42 @@ def test_custom_shard_runs_between_the_given_placements():
     y.redistribute().to_local().pow(2).sum().backward()
     same(x.grad, true.grad)
     same(weight.grad, true_w.grad)
-    exact = custom_shard(column, mesh, [Shard(1)], ([Replicate()], [Shard(0)]), redistribute_inputs=False)
-    with pytest.raises(ValueError, match=r"custom_shard\(column\): argument 0 lies in .*S\(0\).*, expected .*R"):
+    exact = custom_shard(
+        column, mesh, [Shard(1)], ([Replicate()], [Shard(0)]), redistribute_inputs=False
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"custom_shard\(column\): argument 0 lies in .*S\(0\).*, expected .*R",
+    ):
         exact(x, weight)
-    with pytest.raises(ValueError, match="expected in_placements for 1 positional arguments, got 2"):
+    with pytest.raises(
+        ValueError, match="expected in_placements for 1 positional arguments, got 2"
+    ):
         sharded(x)
-    with pytest.raises(TypeError, match="argument 0 must be a DTensor as in_placements say, got Tensor"):
+    with pytest.raises(
+        TypeError, match="argument 0 must be a DTensor as in_placements say, got Tensor"
+    ):
         sharded(data, weight)
 
     def both(a):
         return a.sum(1), a * 2
 
-    rows, twice = custom_shard(both, mesh, ([Partial()], [Shard(1)]), ([Shard(1)],))(leaf(data, mesh, R))
+    rows, twice = custom_shard(both, mesh, ([Partial()], [Shard(1)]), ([Shard(1)],))(
+        leaf(data, mesh, R)
+    )
     same(rows, data.sum(1))
     same(twice, data * 2)
-    with pytest.raises(ValueError, match="expected a layout for each of its 2 results, got 1"):
+    with pytest.raises(
+        ValueError, match="expected a layout for each of its 2 results, got 1"
+    ):
         custom_shard(both, mesh, [Shard(1)], ([Shard(1)],))(leaf(data, mesh, R))
     with pytest.raises(ValueError, match="do not make a tensor of shape"):
-        custom_shard(lambda a: a[:, : mesh.rank + 1], mesh, [Shard(0)], ([Shard(0)],))(leaf(data, mesh, S0))
-    plain = custom_shard(lambda a: (a * 1, 7), mesh, (None, None), ([Shard(1)],))(leaf(data, mesh, S0))
+        custom_shard(lambda a: a[:, : mesh.rank + 1], mesh, [Shard(0)], ([Shard(0)],))(
+            leaf(data, mesh, S0)
+        )
+    plain = custom_shard(lambda a: (a * 1, 7), mesh, (None, None), ([Shard(1)],))(
+        leaf(data, mesh, S0)
+    )
     assert type(plain[0]) is torch.Tensor
     assert plain[1] == 7
 
@@ -214,9 +262,13 @@ def test_an_operator_without_a_rule_changes_its_arguments_wherever_they_lie():
         library.impl("accumulate", lambda x, total: total.add_(x.sum(0)).sum(), "CPU")
         mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), draw(4, 3)
         for placements in (R, S0, [Partial()]):
-            total = distribute_tensor(torch.ones(3, dtype=torch.float64), mesh, R).redistribute(None, placements)
+            total = distribute_tensor(
+                torch.ones(3, dtype=torch.float64), mesh, R
+            ).redistribute(None, placements)
             with pytest.warns(UserWarning, match="accumulate has no rule"):
-                found = torch.ops.hyper_parallel_tests.accumulate(distribute_tensor(x, mesh, S0), total)
+                found = torch.ops.hyper_parallel_tests.accumulate(
+                    distribute_tensor(x, mesh, S0), total
+                )
             assert total.placements == tuple(placements)
             same(total, x.sum(0) + 1)
             same(found, x.sum() + 3)

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.shard.ops import foreach
@@ -18,7 +25,12 @@ SHAPES = [(5, 6), (7,), (4, 3)]
 
 
 def draw(*shape, seed=0):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
+    return (
+        torch.rand(
+            *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        + 0.5
+    )
 
 
 def mesh_of(count):
@@ -27,9 +39,15 @@ def mesh_of(count):
 
 def lists(count, mesh, layouts):
     """Plain lists, and the same distributed; a pending sum has all of it on the first rank."""
-    plain = [[draw(*shape, seed=7 * k + i) for i, shape in enumerate(SHAPES)] for k in range(count)]
+    plain = [
+        [draw(*shape, seed=7 * k + i) for i, shape in enumerate(SHAPES)]
+        for k in range(count)
+    ]
     ours = [
-        [one(tensor, mesh, layouts[k % len(layouts)][i]) for i, tensor in enumerate(column)]
+        [
+            one(tensor, mesh, layouts[k % len(layouts)][i])
+            for i, tensor in enumerate(column)
+        ]
         for k, column in enumerate(plain)
     ]
     return plain, ours
@@ -39,20 +57,29 @@ def one(tensor, mesh, placement):
     if placement is not P:
         return distribute_tensor(tensor, mesh, [placement])
     first = mesh.get_coordinate()[0] == 0
-    return DTensor.from_local(tensor.clone() if first else torch.zeros_like(tensor), mesh, [P])
+    return DTensor.from_local(
+        tensor.clone() if first else torch.zeros_like(tensor), mesh, [P]
+    )
 
 
 def same(mine, true, told):
     """Without communication where that can be."""
     slices = mine.layout.local_slices(true.shape)
-    pair = (mine.full_tensor(), true) if mine.layout.is_partial() else (mine.to_local(), true[slices])
+    pair = (
+        (mine.full_tensor(), true)
+        if mine.layout.is_partial()
+        else (mine.to_local(), true[slices])
+    )
     torch.testing.assert_close(*pair, msg=lambda m: f"{told}: {m}")
 
 
 def calls():
     yield "_foreach_add", lambda f, x, y, z: f(x, y, alpha=2)
     yield "_foreach_add", lambda f, x, y, z: f(x, 1.5)
-    yield "_foreach_add", lambda f, x, y, z: f(x, torch.tensor(2.0, dtype=torch.float64), alpha=3.0)
+    yield (
+        "_foreach_add",
+        lambda f, x, y, z: f(x, torch.tensor(2.0, dtype=torch.float64), alpha=3.0),
+    )
     yield "_foreach_sub", lambda f, x, y, z: f(x, [1.0, 2.0, 3.0])
     yield "_foreach_mul", lambda f, x, y, z: f(x, y)
     yield "_foreach_div", lambda f, x, y, z: f(x, [1.0, 2.0, 3.0])
@@ -64,7 +91,9 @@ def calls():
     yield "_foreach_addcmul", lambda f, x, y, z: f(x, y, z, value=0.5)
     yield "_foreach_addcmul", lambda f, x, y, z: f(x, y, z, [1.0, 2.0, 3.0])
     yield "_foreach_addcdiv", lambda f, x, y, z: f(x, y, z, 0.5)
-    for name in [name for name in foreach.UNARY.split() if name not in ("acos", "asin")]:
+    for name in [
+        name for name in foreach.UNARY.split() if name not in ("acos", "asin")
+    ]:
         yield f"_foreach_{name}", lambda f, x, y, z: f(x)
 
 
@@ -83,7 +112,10 @@ def test_every_name_out_of_place_and_in_place():
             if number > 16 and kind != "alike":
                 break
             plain, ours = lists(3, mesh, layouts)
-            true, mine = call(getattr(torch, name), *plain), call(getattr(torch, name), *ours)
+            true, mine = (
+                call(getattr(torch, name), *plain),
+                call(getattr(torch, name), *ours),
+            )
             for found, right in zip(mine, true, strict=True):
                 same(found, right, f"{name} {kind}")
             before = [tensor.placements for tensor in ours[0]]
@@ -93,7 +125,9 @@ def test_every_name_out_of_place_and_in_place():
             for found, right in zip(ours[0], plain[0], strict=True):
                 same(found, right, f"{name}_ {kind}")
             assert [tensor.placements for tensor in ours[0]] == before, name
-            assert [tensor.to_local().data_ptr() for tensor in ours[0]] == pointers, name
+            assert [tensor.to_local().data_ptr() for tensor in ours[0]] == pointers, (
+                name
+            )
 
 
 @on_ranks(4)
@@ -103,7 +137,9 @@ def test_norms_and_copies():
         plain, ours = lists(2, mesh, layouts)
         for order in (1, 2, float("inf")):
             for found, right in zip(
-                torch._foreach_norm(ours[0], order), torch._foreach_norm(plain[0], order), strict=True
+                torch._foreach_norm(ours[0], order),
+                torch._foreach_norm(plain[0], order),
+                strict=True,
             ):
                 torch.testing.assert_close(found.full_tensor(), right)
         for found, right in zip(torch._foreach_max(ours[0]), plain[0], strict=True):
@@ -121,7 +157,10 @@ def test_norms_and_copies():
 def test_what_lies_alike_is_one_call_without_communication():
     mesh = mesh_of(4)
     _, (x, y, z) = lists(3, mesh, LAYOUTS["alike"])
-    with CommunicationLedger(mesh) as ledger, mock.patch.object(foreach, "_one", side_effect=AssertionError):
+    with (
+        CommunicationLedger(mesh) as ledger,
+        mock.patch.object(foreach, "_one", side_effect=AssertionError),
+    ):
         torch._foreach_addcdiv_(x, y, z, value=0.1)
         torch._foreach_mul_(x, torch._foreach_sqrt(y))
         torch._foreach_pow(2.0, x)
@@ -135,9 +174,14 @@ def test_what_lies_alike_is_one_call_without_communication():
 def test_gradients_of_lists():
     mesh = mesh_of(4)
     plain = [draw(*shape).requires_grad_() for shape in SHAPES]
-    ours = [distribute_tensor(t, mesh, [p]) for t, p in zip(plain, LAYOUTS["alike"][0], strict=True)]
+    ours = [
+        distribute_tensor(t, mesh, [p])
+        for t, p in zip(plain, LAYOUTS["alike"][0], strict=True)
+    ]
     for tensors in (plain, ours):
-        sum(t.sum() for t in torch._foreach_mul(torch._foreach_exp(tensors), tensors)).backward()
+        sum(
+            t.sum() for t in torch._foreach_mul(torch._foreach_exp(tensors), tensors)
+        ).backward()
     for mine, true in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), true.grad)
 
@@ -150,7 +194,11 @@ OPTIMIZERS = {
     "Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}, "fused"),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1}, "fused"),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}, "fused"),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}, ""),
+    "RMSprop": (
+        torch.optim.RMSprop,
+        {"lr": 0.01, "momentum": 0.5, "centered": True},
+        "",
+    ),
     "Adadelta": (torch.optim.Adadelta, {}, ""),
     "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}, ""),
     "NAdam": (torch.optim.NAdam, {"lr": 0.01}, ""),
@@ -175,7 +223,9 @@ class Lion(torch.optim.Optimizer):
                     state["m"] = torch.zeros_like(p)
                 one, two = group["betas"]
                 p.mul_(1 - group["lr"] * 0.1)
-                p.add_((state["m"] * one + p.grad * (1 - one)).sign_(), alpha=-group["lr"])
+                p.add_(
+                    (state["m"] * one + p.grad * (1 - one)).sign_(), alpha=-group["lr"]
+                )
                 state["m"].lerp_(p.grad, 1 - two)
 
 
@@ -195,23 +245,45 @@ def trained(params, kind, options, steps=3):
 @on_ranks(4)
 def test_optimizers_give_what_one_process_gives():
     mesh = mesh_of(4)
-    cases = [(kind, {**options, "foreach": way}) for kind, options, _ in OPTIMIZERS.values() for way in (True, False)]
-    cases += [(kind, {**options, "fused": True}) for kind, options, fused in OPTIMIZERS.values() if fused]
-    cases += [(Lion, {}), (torch.optim.AdamW, {"lr": torch.tensor(0.1), "foreach": False})]
+    cases = [
+        (kind, {**options, "foreach": way})
+        for kind, options, _ in OPTIMIZERS.values()
+        for way in (True, False)
+    ]
+    cases += [
+        (kind, {**options, "fused": True})
+        for kind, options, fused in OPTIMIZERS.values()
+        if fused
+    ]
+    cases += [
+        (Lion, {}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1), "foreach": False}),
+    ]
     cases += [(torch.optim.Adam, {"lr": torch.tensor(0.1), "fused": True})]
     for kind, options in cases:
         plain = [nn.Parameter(draw(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
-        ours = [nn.Parameter(distribute_tensor(t, mesh, [p])) for t, p in zip(plain, LAYOUTS["alike"][0], strict=True)]
+        ours = [
+            nn.Parameter(distribute_tensor(t, mesh, [p]))
+            for t, p in zip(plain, LAYOUTS["alike"][0], strict=True)
+        ]
         expected, found = trained(plain, kind, options), trained(ours, kind, options)
         for mine, true in zip(ours, plain, strict=True):
             told = f"{kind.__name__} {options}"
-            torch.testing.assert_close(mine.full_tensor(), true, msg=lambda m, told=told: f"{told}: {m}")
+            torch.testing.assert_close(
+                mine.full_tensor(), true, msg=lambda m, told=told: f"{told}: {m}"
+            )
             for name, value in expected.state[true].items():
                 state = found.state[mine][name]
-                assert isinstance(state, DTensor) == (torch.is_tensor(value) and value.ndim > 0), (told, name)
+                assert isinstance(state, DTensor) == (
+                    torch.is_tensor(value) and value.ndim > 0
+                ), (told, name)
                 state = state.full_tensor() if isinstance(state, DTensor) else state
                 if torch.is_tensor(value):
-                    torch.testing.assert_close(state, value, msg=lambda m, told=told, name=name: f"{told} {name}: {m}")
+                    torch.testing.assert_close(
+                        state,
+                        value,
+                        msg=lambda m, told=told, name=name: f"{told} {name}: {m}",
+                    )
                 else:
                     assert state == value, (told, name)
 
@@ -237,7 +309,9 @@ def test_what_was_gathered_before_a_fused_step_is_gathered_again():
     losses(params).backward()
     optimizer.step()
     for tensor, old in zip((moment, values), before, strict=True):
-        assert torch.equal(tensor.layout.part_of(tensor.full_tensor()), tensor.to_local())
+        assert torch.equal(
+            tensor.layout.part_of(tensor.full_tensor()), tensor.to_local()
+        )
         assert not torch.equal(tensor.full_tensor(), old)
 
 
@@ -246,8 +320,17 @@ def test_a_fused_step_of_what_lies_differently_is_told():
     mesh = mesh_of(4)
     _, ours = lists(4, mesh, LAYOUTS["different"])
     steps = [torch.tensor(1.0) for _ in SHAPES]
-    options = {"amsgrad": False, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
-    with pytest.raises(OperatorError, match=r"_fused_adamw_: tensor 0 .* must lie alike.*fused=False"):
+    options = {
+        "amsgrad": False,
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+    }
+    with pytest.raises(
+        OperatorError, match=r"_fused_adamw_: tensor 0 .* must lie alike.*fused=False"
+    ):
         torch._fused_adamw_(*ours, [], steps, **options, maximize=False)
 
 
@@ -257,22 +340,37 @@ def test_scaled_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all()
     data, w, b = draw(8, 6), draw(5, 6, seed=1), draw(5, seed=2)
     for broken in (False, True):
         true = [nn.Parameter(t.clone()) for t in (w, b)]
-        mine = [nn.Parameter(distribute_tensor(t, mesh, [p])) for t, p in ((w, Shard(0)), (b, Replicate()))]
+        mine = [
+            nn.Parameter(distribute_tensor(t, mesh, [p]))
+            for t, p in ((w, Shard(0)), (b, Replicate()))
+        ]
         x = data.clone()
         if broken:
             x[0, 0] = float("inf")
-        for (weight, bias), rows in ((true, x), (mine, distribute_tensor(x, mesh, [Replicate()]))):
-            optimizer, scaler = torch.optim.SGD([weight, bias], lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
-            loss = (rows @ weight.T + bias)[:, :1].pow(2).sum()  # only the first rank's rows of the weight are used
+        for (weight, bias), rows in (
+            (true, x),
+            (mine, distribute_tensor(x, mesh, [Replicate()])),
+        ):
+            optimizer, scaler = (
+                torch.optim.SGD([weight, bias], lr=0.1),
+                torch.amp.GradScaler("cpu", init_scale=8.0),
+            )
+            loss = (
+                (rows @ weight.T + bias)[:, :1].pow(2).sum()
+            )  # only the first rank's rows of the weight are used
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == (4.0 if broken else 8.0)
         for one_, many in zip(true, mine, strict=True):
-            torch.testing.assert_close(many.full_tensor().detach(), one_.detach(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                many.full_tensor().detach(), one_.detach(), rtol=1e-9, atol=1e-9
+            )
             assert torch.isfinite(many.full_tensor()).all()
         assert torch.equal(true[0], w) == broken
     pending = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh, [Partial()])
     with pytest.raises(OperatorError, match="a reduction is pending"):
-        torch._amp_foreach_non_finite_check_and_unscale_([pending], torch.zeros(()), torch.ones(()))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [pending], torch.zeros(()), torch.ones(())
+        )

@@ -32,7 +32,10 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor import dtensor, interop
 from hyper_parallel.core.dtensor.collectives import redistribute
-from hyper_parallel.core.dtensor.initialisation import init_empty_weights, init_parameters
+from hyper_parallel.core.dtensor.initialisation import (
+    init_empty_weights,
+    init_parameters,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import explicit
 from hyper_parallel.core.shard import fused
@@ -44,7 +47,14 @@ from hyper_parallel.testing import RankError, on_ranks, run_ranks
 
 R = Replicate()
 LONG = 300.0  # seconds, for tests of many operators
-SECTIONS = [(8, 4, 4), (4, 4, 4), (3, 5), (1, 2), (2, 0, 3), (6, 6)]  # equal, uneven, empty on some ranks, empty
+SECTIONS = [
+    (8, 4, 4),
+    (4, 4, 4),
+    (3, 5),
+    (1, 2),
+    (2, 0, 3),
+    (6, 6),
+]  # equal, uneven, empty on some ranks, empty
 ON_MESHES = [
     *((sections, (2,)) for sections in SECTIONS),
     *((sections, (4,)) for sections in ((8, 4, 4), (3, 5))),
@@ -70,7 +80,9 @@ def whole(value):
 
 
 def normal(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 # --- redistribution
@@ -86,20 +98,31 @@ def layouts(draw, mesh, ndim, dim, sections):
     placements = [Replicate() if p.is_shard(dim) else p for p in drawn.placements]
     placements[axis] = FusedShard(dim, sections)
     # An axis whose factor counted the one that was replaced is outermost now.
-    placements = [Shard(p.dim) if type(p) is not Shard and p.is_shard() and p.dim != dim else p for p in placements]
+    placements = [
+        Shard(p.dim) if type(p) is not Shard and p.is_shard() and p.dim != dim else p
+        for p in placements
+    ]
     return mesh(placements).bind(ndim)
 
 
 @st.composite
 def moves(draw, ranks):
-    mesh = Layout(*draw(st.sampled_from({2: [((2,), ("a",))], 4: [((4,), ("a",)), ((2, 2), ("a", "b"))]}[ranks])))
+    mesh = Layout(
+        *draw(
+            st.sampled_from(
+                {2: [((2,), ("a",))], 4: [((4,), ("a",)), ((2, 2), ("a", "b"))]}[ranks]
+            )
+        )
+    )
     ndim = draw(st.integers(1, 3))
     dim = draw(st.integers(0, ndim - 1))
     sections = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
     shape = [draw(st.integers(1, 5)) for _ in range(ndim)]
     shape[dim] = sum(sections)
     others = [sections, tuple(reversed(sections))]
-    pair = [draw(layouts(mesh, ndim, dim, draw(st.sampled_from(others)))) for _ in range(2)]
+    pair = [
+        draw(layouts(mesh, ndim, dim, draw(st.sampled_from(others)))) for _ in range(2)
+    ]
     return (*pair, tuple(shape))
 
 
@@ -108,7 +131,9 @@ def move(source, target, shape, shards, weights):
     local = torch.tensor(shards[place], requires_grad=True)
     moved = redistribute(local, source, target, shape)
     (moved * torch.tensor(weights[place])).sum().backward()
-    everything = redistribute(moved.detach(), target, target.with_placements([R] * target.mesh.ndim), shape)
+    everything = redistribute(
+        moved.detach(), target, target.with_placements([R] * target.mesh.ndim), shape
+    )
     return moved.detach().numpy(), local.grad.numpy(), everything.numpy()
 
 
@@ -121,14 +146,21 @@ def test_any_layout_to_any_other(ranks):
         rng = np.random.default_rng(seed)
         values, weight = rng.standard_normal(shape), rng.standard_normal(shape)
         weights = split_up(weight, target.reset_partial(), rng)
-        results = run_ranks(move, ranks, source, target, shape, split_up(values, source, rng), weights)
+        results = run_ranks(
+            move, ranks, source, target, shape, split_up(values, source, rng), weights
+        )
         places = itertools.product(*(range(n) for n in source.mesh_shape))
-        expected, gradients = split_up(values, target, rng), split_up(weight, source.reset_partial(), rng)
+        expected, gradients = (
+            split_up(values, target, rng),
+            split_up(weight, source.reset_partial(), rng),
+        )
         for place, (moved, gradient, everything) in zip(places, results, strict=True):
             if not target.is_partial():
                 np.testing.assert_allclose(moved, expected[place], rtol=1e-12)
             np.testing.assert_allclose(everything, values, rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(gradient, gradients[place], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(
+                gradient, gradients[place], rtol=1e-12, atol=1e-12
+            )
 
     property_holds()
 
@@ -152,7 +184,9 @@ def test_only_the_axis_that_changes_communicates():
     fused = FusedShard(0, (4, 2, 2))
     whole_tensor = normal(8, 6)
     pending = DTensor.from_local(
-        Layout.from_device_mesh(mesh)([R, fused]).part_of(whole_tensor), mesh, [Partial(), fused]
+        Layout.from_device_mesh(mesh)([R, fused]).part_of(whole_tensor),
+        mesh,
+        [Partial(), fused],
     )
     with CommunicationLedger(mesh) as ledger:
         reduced = pending.redistribute(None, [R, fused])
@@ -172,7 +206,9 @@ def swapped(shape, sections):
     with CommunicationLedger(mesh) as ledger:
         y = x.redistribute(None, [Shard(2), fused, Shard(1)])
     assert torch.equal(y.to_local(), y.layout.part_of(data))
-    assert all(set(entry.axis) <= set("ac") or "[" in entry.axis for entry in ledger.entries)
+    assert all(
+        set(entry.axis) <= set("ac") or "[" in entry.axis for entry in ledger.entries
+    )
     (y * distribute_tensor(data, mesh, y.placements)).sum().backward()
     assert torch.equal(x.grad.full_tensor(), data)
 
@@ -198,15 +234,26 @@ def test_tensors_come_and_go(mesh_shape, sections):
     assert torch.equal(made.full_tensor(), data)
     again = DTensor.from_local(made.to_local(), mesh, placements, run_check=True)
     assert again.shape == data.shape
-    assert torch.equal(DTensor.from_local(made.to_local(), mesh, placements, shape=data.shape).full_tensor(), data)
+    assert torch.equal(
+        DTensor.from_local(
+            made.to_local(), mesh, placements, shape=data.shape
+        ).full_tensor(),
+        data,
+    )
     assert torch.equal(copy.deepcopy(made).full_tensor(), data)
     assert copy.deepcopy(made).placements == tuple(placements)
-    assert torch.equal(made.redistribute(None, placed(mesh, Shard(0))).to_local(), made.layout.unfused().part_of(data))
+    assert torch.equal(
+        made.redistribute(None, placed(mesh, Shard(0))).to_local(),
+        made.layout.unfused().part_of(data),
+    )
     for factory in ("rand", "randn"):
         torch.manual_seed(5)
         expected = getattr(torch, factory)(data.shape)
         torch.manual_seed(5)
-        assert torch.equal(getattr(dtensor, factory)(data.shape, mesh, placements).full_tensor(), expected)
+        assert torch.equal(
+            getattr(dtensor, factory)(data.shape, mesh, placements).full_tensor(),
+            expected,
+        )
     for factory in ("zeros", "ones"):
         found = getattr(dtensor, factory)(data.shape, mesh, placements)
         assert found.layout is made.layout
@@ -229,7 +276,9 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="shard of shape"):
         DTensor.from_local(torch.zeros(5), mesh, [FusedShard(0, (4, 4))])
     made = distribute_tensor(torch.zeros(8), mesh, [FusedShard(0, (4, 4))])
-    with pytest.raises(ValueError, match=r"nothing like F\(0; 4\+4\).*redistribute\(\) to Shard\(0\)"):
+    with pytest.raises(
+        ValueError, match=r"nothing like F\(0; 4\+4\).*redistribute\(\) to Shard\(0\)"
+    ):
         interop.to_native(made)
     assert interop.to_native(made.redistribute(None, [Shard(0)])).shape == (8,)
 
@@ -257,13 +306,33 @@ KEPT = {
     "where": (lambda t: torch.where(t["x"] > 0, t["x"], t["r"]), kept(), 0),
     "masked_fill": (lambda t: t["x"].masked_fill(t["x"] > 0, 2.0), kept(), 0),
     "clone": (lambda t: t["x"].clone().contiguous().to(torch.float64), kept(), 0),
-    "dropout that is off": (lambda t: F.dropout(t["x"], 0.5, training=False), kept(), 0),
+    "dropout that is off": (
+        lambda t: F.dropout(t["x"], 0.5, training=False),
+        kept(),
+        0,
+    ),
     "linear into it": (lambda t: F.linear(t["h"], t["w"], t["b"]), kept(), 0),
-    "linear and bias from elsewhere": (lambda t: F.linear(t["h"], t["w"], t["r"]), kept(), 0),
-    "addmm into it": (lambda t: torch.addmm(t["b"], t["h"].reshape(-1, 5), t["wt"]), kept(), 0),
-    "Conv1D": (lambda t: torch.addmm(t["b"], t["h"].view(-1, 5), t["wt"]).view(4, 3, -1), kept(), 0),
+    "linear and bias from elsewhere": (
+        lambda t: F.linear(t["h"], t["w"], t["r"]),
+        kept(),
+        0,
+    ),
+    "addmm into it": (
+        lambda t: torch.addmm(t["b"], t["h"].reshape(-1, 5), t["wt"]),
+        kept(),
+        0,
+    ),
+    "Conv1D": (
+        lambda t: torch.addmm(t["b"], t["h"].view(-1, 5), t["wt"]).view(4, 3, -1),
+        kept(),
+        0,
+    ),
     "matmul into it": (lambda t: t["h"] @ t["wt"], kept(), 0),
-    "einsum into it": (lambda t: torch.einsum("bsk,nk->bns", t["h"], t["w"]), kept(1), 0),
+    "einsum into it": (
+        lambda t: torch.einsum("bsk,nk->bns", t["h"], t["w"]),
+        kept(1),
+        0,
+    ),
     "linear out of it": (lambda t: F.linear(t["x"], t["wt"]), lies(Partial()), 0),
     "sum over it": (lambda t: t["x"].sum(-1), lies(Partial()), 0),
     "sum over all": (lambda t: t["x"].sum(), lies(Partial()), 0),
@@ -276,7 +345,11 @@ KEPT = {
     "squeeze": (lambda t: t["x"].unsqueeze(1).squeeze(1), kept(), 0),
     "expand": (lambda t: t["x"].unsqueeze(1).expand(4, 2, 3, -1), kept(), 0),
     "flatten others": (lambda t: t["x"].flatten(0, 1), kept(), 0),
-    "view others": (lambda t: t["x"].view(-1, t["x"].size(-1)).view(4, 3, -1), kept(), 0),
+    "view others": (
+        lambda t: t["x"].view(-1, t["x"].size(-1)).view(4, 3, -1),
+        kept(),
+        0,
+    ),
     "reshape others": (lambda t: t["x"].reshape(2, 6, -1), kept(), 0),
     "chunk another": (lambda t: t["x"].chunk(3, 1)[1], kept(), 0),
     "split another": (lambda t: t["x"].split(2, 1)[1], kept(), 0),
@@ -381,7 +454,9 @@ def both(sections, mesh, batch):
     """The operands on one device and distributed, all leaves that get gradients."""
     plain = {name: value.requires_grad_() for name, value in operands(sections).items()}
     at = placements_on(mesh, sections, batch)
-    spread = {name: distribute_tensor(value, mesh, at(name)) for name, value in plain.items()}
+    spread = {
+        name: distribute_tensor(value, mesh, at(name)) for name, value in plain.items()
+    }
     index = torch.tensor([1, 0, 1])
     plain["i"], spread["i"] = index, distribute_tensor(index, mesh, placed(mesh, R))
     return plain, spread
@@ -402,12 +477,18 @@ def compare(call, plain, spread):
     for one, truth in zip(wholes, expected, strict=True):
         close(torch.as_tensor(one), torch.as_tensor(truth))
     for values in (wholes, expected):
-        parts = [(one * normal(*one.shape, seed=11)).sum() for one in values if getattr(one, "requires_grad", False)]
+        parts = [
+            (one * normal(*one.shape, seed=11)).sum()
+            for one in values
+            if getattr(one, "requires_grad", False)
+        ]
         if parts:
             sum(parts).backward()
     for name, truth in plain.items():
         mine = spread[name].grad
-        assert (truth.grad is None) == (mine is None or not mine.full_tensor().any()) or mine is not None, name
+        assert (truth.grad is None) == (
+            mine is None or not mine.full_tensor().any()
+        ) or mine is not None, name
         if truth.grad is not None and mine is not None:
             assert mine.placements == spread[name].placements, name
             close(mine.full_tensor(), truth.grad)
@@ -458,12 +539,16 @@ def check_else(name, call, sections, plain, spread):
 
 @pytest.mark.parametrize(("sections", "mesh_shape"), ON_MESHES)
 def test_what_does_not_care_about_order_keeps_the_sections(sections, mesh_shape):
-    run_ranks(kept_on_ranks, int(np.prod(mesh_shape)), sections, mesh_shape, timeout=LONG)
+    run_ranks(
+        kept_on_ranks, int(np.prod(mesh_shape)), sections, mesh_shape, timeout=LONG
+    )
 
 
 @pytest.mark.parametrize(("sections", "mesh_shape"), ON_MESHES)
 def test_everything_else_sees_a_dim_that_is_cut_as_one(sections, mesh_shape):
-    run_ranks(else_on_ranks, int(np.prod(mesh_shape)), sections, mesh_shape, timeout=LONG)
+    run_ranks(
+        else_on_ranks, int(np.prod(mesh_shape)), sections, mesh_shape, timeout=LONG
+    )
 
 
 # --- taken apart
@@ -473,8 +558,12 @@ def check_apart(call, plain, spread, placements):
     """Views along the borders of sections: nothing is communicated, and the parts lie so along tp."""
     found, costs = compare(call, plain, spread)
     assert costs == {}, costs
-    assert [one.placements[-1] for one in found] == placements, [str(one.placements[-1]) for one in found]
-    memory = {one.to_local().untyped_storage().data_ptr() for one in (spread["x"], *found)}
+    assert [one.placements[-1] for one in found] == placements, [
+        str(one.placements[-1]) for one in found
+    ]
+    memory = {
+        one.to_local().untyped_storage().data_ptr() for one in (spread["x"], *found)
+    }
     assert len(memory) == 1
 
 
@@ -482,22 +571,47 @@ def apart(sections, mesh_shape):
     mesh = mesh_of(mesh_shape)
     borders = [0, *itertools.accumulate(sections)]
     cut, count = Shard(2), len(sections)
-    last = sections[1:] if 0 not in sections[1:] else tuple(size for size in sections[1:] if size)
+    last = (
+        sections[1:]
+        if 0 not in sections[1:]
+        else tuple(size for size in sections[1:] if size)
+    )
     rest = FusedShard(2, last) if len(last) > 1 else cut
     cases = {
         "split": (lambda t: t["x"].split(sections, -1), [cut] * count),
-        "torch.split": (lambda t: torch.split(t["x"], list(sections), dim=2), [cut] * count),
-        "split_with_sizes": (lambda t: t["x"].split_with_sizes(sections, 2), [cut] * count),
-        "tensor_split": (lambda t: t["x"].tensor_split(borders[1:-1], -1), [cut] * count),
-        "first and rest": (lambda t: t["x"].split((borders[1], borders[-1] - borders[1]), -1), [cut, rest]),
-        "narrow": (lambda t: t["x"].narrow(-1, borders[1], borders[-1] - borders[1]), [rest]),
+        "torch.split": (
+            lambda t: torch.split(t["x"], list(sections), dim=2),
+            [cut] * count,
+        ),
+        "split_with_sizes": (
+            lambda t: t["x"].split_with_sizes(sections, 2),
+            [cut] * count,
+        ),
+        "tensor_split": (
+            lambda t: t["x"].tensor_split(borders[1:-1], -1),
+            [cut] * count,
+        ),
+        "first and rest": (
+            lambda t: t["x"].split((borders[1], borders[-1] - borders[1]), -1),
+            [cut, rest],
+        ),
+        "narrow": (
+            lambda t: t["x"].narrow(-1, borders[1], borders[-1] - borders[1]),
+            [rest],
+        ),
         "slice": (lambda t: t["x"][..., borders[-2] :], [cut]),
         "slice of the first": (lambda t: t["x"][:, :, : borders[1]], [cut]),
-        "slices": (lambda t: [t["x"][..., a:b] for a, b in itertools.pairwise(borders)], [cut] * count),
+        "slices": (
+            lambda t: [t["x"][..., a:b] for a, b in itertools.pairwise(borders)],
+            [cut] * count,
+        ),
         "and of others": (lambda t: t["x"][:, 1:, borders[1] :], [rest]),
         "and a number": (lambda t: t["x"][:, 1, borders[-2] :], [Shard(1)]),
         "and a new dim": (lambda t: t["x"][:, :, None, borders[-2] :], [Shard(3)]),
-        "transposed": (lambda t: t["x"].transpose(1, 2).split(sections, 1), [Shard(1)] * count),
+        "transposed": (
+            lambda t: t["x"].transpose(1, 2).split(sections, 1),
+            [Shard(1)] * count,
+        ),
     }
     if len(set(sections)) == 1:
         size = sections[0]
@@ -507,12 +621,23 @@ def apart(sections, mesh_shape):
             "unflatten": (lambda t: t["x"].unflatten(-1, (count, size)), [Shard(3)]),
             "view": (lambda t: t["x"].view(4, 3, count, -1), [Shard(3)]),
             "view of heads": (lambda t: t["x"].view(4, 3, count, -1, 1), [Shard(3)]),
-            "unflatten to heads": (lambda t: t["x"].unflatten(-1, (count, size, 1)), [Shard(3)]),
-            "reshape with others": (lambda t: t["x"].reshape(12, count, size), [Shard(2)]),
-            "three of heads": (lambda t: t["x"].view(4, 3, count, size, 1).unbind(2), [Shard(2)] * count),
+            "unflatten to heads": (
+                lambda t: t["x"].unflatten(-1, (count, size, 1)),
+                [Shard(3)],
+            ),
+            "reshape with others": (
+                lambda t: t["x"].reshape(12, count, size),
+                [Shard(2)],
+            ),
+            "three of heads": (
+                lambda t: t["x"].view(4, 3, count, size, 1).unbind(2),
+                [Shard(2)] * count,
+            ),
         }
     failed = []
-    for batch, (name, (call, placements)) in itertools.product(batches(mesh), cases.items()):
+    for batch, (name, (call, placements)) in itertools.product(
+        batches(mesh), cases.items()
+    ):
         try:
             check_apart(call, *both(sections, mesh, batch), placements)
         except Exception as error:
@@ -533,7 +658,9 @@ def test_heads_of_unequal_sections():
     assert costs == {}
     assert found.placements == (FusedShard(2, (4, 2, 2)),)
     plain, spread = both((8, 4, 4), mesh, R)
-    parts, costs = compare(lambda t: t["x"].view(4, 3, -1, 2).split((4, 2, 2), 2), plain, spread)
+    parts, costs = compare(
+        lambda t: t["x"].view(4, 3, -1, 2).split((4, 2, 2), 2), plain, spread
+    )
     assert costs == {}
     assert [part.placements for part in parts] == [(Shard(2),)] * 3
     plain, spread = both((6, 6), mesh, R)  # heads of 4: none is whole on a rank
@@ -548,7 +675,9 @@ def agree(found, expected):
     assert len(found) == len(expected)
     for one, truth in zip(found, expected, strict=True):
         if isinstance(truth, torch.Tensor):
-            torch.testing.assert_close(one, truth.detach(), rtol=1e-7, atol=1e-7, equal_nan=True)
+            torch.testing.assert_close(
+                one, truth.detach(), rtol=1e-7, atol=1e-7, equal_nan=True
+            )
         else:
             assert one == truth
 
@@ -556,12 +685,19 @@ def agree(found, expected):
 def outcome(call, structure, leaves):
     """The results of a call as whole tensors, and the gradients of its operands."""
     results = [whole(one) for one in tree_leaves(call(*like(structure, leaves)))]
-    differentiable = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+    differentiable = [
+        one for one in results if isinstance(one, torch.Tensor) and one.requires_grad
+    ]
     if differentiable:
         weights = [normal(*one.shape, seed=3).to(one.dtype) for one in differentiable]
-        sum((one * weight).sum().abs() for one, weight in zip(differentiable, weights, strict=True)).backward()
+        sum(
+            (one * weight).sum().abs()
+            for one, weight in zip(differentiable, weights, strict=True)
+        ).backward()
     gradients = [whole(one.grad) if one.grad is not None else None for one in leaves]
-    return [one.detach() if isinstance(one, torch.Tensor) else one for one in results], gradients
+    return [
+        one.detach() if isinstance(one, torch.Tensor) else one for one in results
+    ], gradients
 
 
 def run_case(case, arrays, mesh, number, placement, truth):
@@ -569,7 +705,11 @@ def run_case(case, arrays, mesh, number, placement, truth):
     expected, gradients = truth
     placements = [[placement if i == number else R] for i in range(len(flat(arrays)))]
     pairs = zip(flat(arrays), placements, strict=True)
-    found, mine = outcome(case.call, arrays, [distribute_tensor(leaf(one), mesh, placed) for one, placed in pairs])
+    found, mine = outcome(
+        case.call,
+        arrays,
+        [distribute_tensor(leaf(one), mesh, placed) for one, placed in pairs],
+    )
     agree(found, expected)
     for one, gradient in zip(mine, gradients, strict=True):
         if one is not None:
@@ -599,14 +739,20 @@ def check_case(case, mesh):
     for number, array in enumerate(flat(arrays)):
         for dim in range(array.ndim) if THOROUGH else some_dims(case, array.ndim):
             size = array.shape[dim]
-            ones = min(3, size)  # so that no rank has as much as of a dim that is cut as one
+            ones = min(
+                3, size
+            )  # so that no rank has as much as of a dim that is cut as one
             placement = FusedShard(dim, (1,) * ones + (size - ones,))
             try:
                 run_case(case, arrays, mesh, number, placement, truth)
                 ran += 1
             except Exception as error:
                 told = f"{case.name}, operand {number}, {placement}: {type(error).__name__}: {error}"
-                (refused if is_refused(error, case, arrays, mesh, number, dim, truth) else failed).append(told)
+                (
+                    refused
+                    if is_refused(error, case, arrays, mesh, number, dim, truth)
+                    else failed
+                ).append(told)
     return failed, ran, refused
 
 
@@ -622,10 +768,17 @@ def family_on_ranks(number):
     return count, refused
 
 
-CASES_OF = [[case for case in (*f.CASES, *getattr(f, "COMPOSITES", ())) if case.sizes] for f in FAMILIES]
+CASES_OF = [
+    [case for case in (*f.CASES, *getattr(f, "COMPOSITES", ())) if case.sizes]
+    for f in FAMILIES
+]
 
 
-@pytest.mark.parametrize("number", [i for i, cases in enumerate(CASES_OF) if cases], ids=lambda i: FAMILIES[i].__name__)
+@pytest.mark.parametrize(
+    "number",
+    [i for i, cases in enumerate(CASES_OF) if cases],
+    ids=lambda i: FAMILIES[i].__name__,
+)
 def test_every_operator_that_takes_a_shard_takes_sections(number):
     for ran, refused in run_ranks(family_on_ranks, 2, number, timeout=LONG):
         assert ran > 4 * len(refused), refused
@@ -642,7 +795,9 @@ def family_gone_wrong(number):
         _OP_DISPATCHER.forget()
 
 
-@pytest.mark.parametrize("family", [joins, reductions], ids=lambda family: family.__name__)
+@pytest.mark.parametrize(
+    "family", [joins, reductions], ids=lambda family: family.__name__
+)
 def test_the_check_finds_operators_that_must_not_run_on_sections(family):
     with pytest.raises(RankError, match=r"F\("):
         run_ranks(family_gone_wrong, 2, FAMILIES.index(family), timeout=LONG)
@@ -748,7 +903,11 @@ def test_explicit_mode_refuses_to_cut_it_as_one():
     _, spread = both(SECTIONS[0], mesh, R)
     with explicit():
         spread["x"].mul(2).split(SECTIONS[0], -1)
-        for call in (lambda t: t["x"].softmax(-1), lambda t: t["x"].max(-1), lambda t: torch.hstack([t["x"], t["x"]])):
+        for call in (
+            lambda t: t["x"].softmax(-1),
+            lambda t: t["x"].max(-1),
+            lambda t: torch.hstack([t["x"], t["x"]]),
+        ):
             with pytest.raises(OperatorError, match=r"explicit mode.*F\(2; 8\+4\+4\)"):
                 call(spread)
 
@@ -771,7 +930,9 @@ def test_the_norm_of_all_gathers_one_number():
 def test_a_function_on_shards():
     mesh, data = mesh_of((2,)), normal(8, 3)
     x = distribute_tensor(data, mesh, [FusedShard(0, (3, 5))])
-    assert x.local_shape != x.layout.unfused().local_shape(x.shape)  # no rank has what a plain cut gives
+    assert x.local_shape != x.layout.unfused().local_shape(
+        x.shape
+    )  # no rank has what a plain cut gives
     doubled = custom_shard(lambda x: x * 2, mesh, [FusedShard(0, (3, 5))])(x)
     close(doubled.full_tensor(), data * 2)
     for wrong in (FusedShard(0, (5, 3)), Shard(0)):
@@ -790,9 +951,14 @@ class Separate(nn.Module):
         super().__init__()
         size = dim // heads
         self.heads = heads, kv_heads, size
-        self.qkv = nn.ModuleList(nn.Linear(dim, n * size, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+        self.qkv = nn.ModuleList(
+            nn.Linear(dim, n * size, dtype=torch.float64)
+            for n in (heads, kv_heads, kv_heads)
+        )
         self.out = nn.Linear(dim, dim, bias=False, dtype=torch.float64)
-        self.gate, self.up = (nn.Linear(dim, hidden, bias=False, dtype=torch.float64) for _ in range(2))
+        self.gate, self.up = (
+            nn.Linear(dim, hidden, bias=False, dtype=torch.float64) for _ in range(2)
+        )
         self.down = nn.Linear(hidden, dim, bias=False, dtype=torch.float64)
 
     def project(self, x):
@@ -803,8 +969,12 @@ class Separate(nn.Module):
 
     def forward(self, x):
         b, s, _ = x.shape
-        q, k, v = (one.view(b, s, -1, self.heads[2]).transpose(1, 2) for one in self.project(x))
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        q, k, v = (
+            one.view(b, s, -1, self.heads[2]).transpose(1, 2) for one in self.project(x)
+        )
+        x = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
         x = self.out(x.flatten(2))
         x = x.reduce_partial() if isinstance(x, DTensor) else x
         gate, up = self.gated(x)
@@ -818,8 +988,15 @@ class Fused(Separate):
         super().__init__(**sizes)
         layers, gates = self.qkv, (self.gate, self.up)
         self.sections = [layer.out_features for layer in layers]
-        self.gate_up = nn.Linear(self.out.in_features, 2 * self.gate.out_features, bias=False, dtype=torch.float64)
-        self.qkv = nn.Linear(self.out.in_features, sum(self.sections), dtype=torch.float64)
+        self.gate_up = nn.Linear(
+            self.out.in_features,
+            2 * self.gate.out_features,
+            bias=False,
+            dtype=torch.float64,
+        )
+        self.qkv = nn.Linear(
+            self.out.in_features, sum(self.sections), dtype=torch.float64
+        )
         with torch.no_grad():
             self.qkv.weight.copy_(torch.cat([layer.weight for layer in layers]))
             self.qkv.bias.copy_(torch.cat([layer.bias for layer in layers]))
@@ -847,7 +1024,13 @@ def distribute(model, mesh):
             sections = model.sections if owner == "qkv" else (12, 12)
             along = FusedShard(0, sections)
         module = model.get_submodule(owner)
-        setattr(module, key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placed(mesh, along))))
+        setattr(
+            module,
+            key,
+            nn.Parameter(
+                distribute_tensor(parameter.detach(), mesh, placed(mesh, along))
+            ),
+        )
     return model
 
 
@@ -880,22 +1063,30 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(normal(outputs, seed=2))
 
     def forward(self, x):
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            *x.shape[:-1], -1
+        )
 
 
 @on_ranks(2)
 def test_conv1d_of_gpt2():
     mesh, x = mesh_of((2,)), normal(3, 5, 4)
     layer, truth = Conv1D(4, 24), Conv1D(4, 24)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [FusedShard(1, (8, 8, 8))]))
-    layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [FusedShard(0, (8, 8, 8))]))
+    layer.weight = nn.Parameter(
+        distribute_tensor(layer.weight.detach(), mesh, [FusedShard(1, (8, 8, 8))])
+    )
+    layer.bias = nn.Parameter(
+        distribute_tensor(layer.bias.detach(), mesh, [FusedShard(0, (8, 8, 8))])
+    )
     inputs = distribute_tensor(x, mesh, [R]).requires_grad_()
     with CommunicationLedger(mesh) as ledger:
         parts = layer(inputs).split(8, dim=2)
         heads = [part.view(3, 5, 4, 2).transpose(1, 2) for part in parts]
         loss = F.scaled_dot_product_attention(*heads).sum()
         loss.backward()
-    expected = [part.view(3, 5, 4, 2).transpose(1, 2) for part in truth(x).split(8, dim=2)]
+    expected = [
+        part.view(3, 5, 4, 2).transpose(1, 2) for part in truth(x).split(8, dim=2)
+    ]
     expected = F.scaled_dot_product_attention(*expected).sum()
     expected.backward()
     assert ledger.counts() == {"all_reduce": 1}
@@ -923,14 +1114,19 @@ def test_training_steps(name, mesh_shape):
     weight, bias = normal(14, 6, seed=1), normal(14, seed=2)
     truth = [nn.Parameter(weight.clone()), nn.Parameter(bias.clone())]
     along = placed(mesh, FusedShard(0, sections))
-    spread = [nn.Parameter(distribute_tensor(value, mesh, along)) for value in (weight, bias)]
+    spread = [
+        nn.Parameter(distribute_tensor(value, mesh, along)) for value in (weight, bias)
+    ]
     batch = placed(mesh, R, Shard(0))
     optimizers = [OPTIMIZERS[name](truth), OPTIMIZERS[name](spread)]
     for step in range(4):
         x = normal(8, 6, seed=10 + step)
         totals = []
         for (w, b), optimizer, inputs in zip(
-            (truth, spread), optimizers, (x, distribute_tensor(x, mesh, batch)), strict=True
+            (truth, spread),
+            optimizers,
+            (x, distribute_tensor(x, mesh, batch)),
+            strict=True,
         ):
             optimizer.zero_grad()
             q, k, v = F.linear(inputs, w, b).split(sections, -1)
@@ -959,7 +1155,10 @@ def test_state_dicts_are_those_of_one_device():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     stored = io.BytesIO()
-    torch.save({name: value.full_tensor() for name, value in model.state_dict().items()}, stored)
+    torch.save(
+        {name: value.full_tensor() for name, value in model.state_dict().items()},
+        stored,
+    )
     stored.seek(0)
     found = torch.load(stored)
     again = distribute(made(Fused), mesh)
@@ -982,7 +1181,9 @@ def test_parameters_are_drawn_as_on_one_device():
         layer = nn.Linear(6, 15)
     platform = get_platform()
     layer.weight, layer.bias = (
-        platform.set_layout_into_parameter(parameter, Layout.from_device_mesh(mesh)([FusedShard(0, (7, 5, 3))]))
+        platform.set_layout_into_parameter(
+            parameter, Layout.from_device_mesh(mesh)([FusedShard(0, (7, 5, 3))])
+        )
         for parameter in (layer.weight, layer.bias)
     )
     torch.manual_seed(3)
@@ -993,4 +1194,6 @@ def test_parameters_are_drawn_as_on_one_device():
     torch.manual_seed(4)
     nn.init.xavier_uniform_(layer.weight)
     torch.manual_seed(4)
-    assert torch.equal(layer.weight.full_tensor(), nn.init.xavier_uniform_(truth.weight))
+    assert torch.equal(
+        layer.weight.full_tensor(), nn.init.xavier_uniform_(truth.weight)
+    )

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor import gradient_sums
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
@@ -37,7 +44,9 @@ def both(mesh_shape=(2,), names=("dp",)):
 
 
 def same(mine, true):
-    torch.testing.assert_close(mine.full_tensor().detach(), true.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        mine.full_tensor().detach(), true.detach(), rtol=1e-10, atol=1e-10
+    )
 
 
 def same_gradients(many, one):
@@ -86,8 +95,13 @@ def test_several_buckets_and_dtypes():
         run(many, mine).backward()
     assert ledger.counts() == {"all_reduce": 2}, ledger.table()  # one a dtype
     for mine_, true in zip(many.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine_.grad.full_tensor(), true.grad, rtol=1e-5, atol=1e-5)
-    largest, gradient_sums.LARGEST_BUCKET = gradient_sums.LARGEST_BUCKET, 64  # bytes: less than any pair of them
+        torch.testing.assert_close(
+            mine_.grad.full_tensor(), true.grad, rtol=1e-5, atol=1e-5
+        )
+    largest, gradient_sums.LARGEST_BUCKET = (
+        gradient_sums.LARGEST_BUCKET,
+        64,
+    )  # bytes: less than any pair of them
     try:
         one, many, x, mine, mesh = both()
         one(x).sum().backward()
@@ -104,7 +118,9 @@ def test_who_asks_for_a_gradient_gets_the_sum():
     one, many, x, mine, _ = both()
     true = torch.autograd.grad(one(x).pow(2).sum(), list(one.parameters()))
     for found, expected in zip(
-        torch.autograd.grad(many(mine).pow(2).sum(), list(many.parameters())), true, strict=True
+        torch.autograd.grad(many(mine).pow(2).sum(), list(many.parameters())),
+        true,
+        strict=True,
     ):
         same(found, expected)
     assert all(p.grad is None for p in many.parameters())
@@ -118,8 +134,12 @@ def test_who_asks_for_a_gradient_gets_the_sum():
 def test_hooks_see_the_sum():
     one, many, x, mine, _ = both()
     seen = {}
-    many.up.weight.register_hook(lambda grad: seen.update(weight=grad.clone()) or grad * 2)
-    many.up.bias.register_post_accumulate_grad_hook(lambda p: seen.update(bias=p.grad.clone()))
+    many.up.weight.register_hook(
+        lambda grad: seen.update(weight=grad.clone()) or grad * 2
+    )
+    many.up.bias.register_post_accumulate_grad_hook(
+        lambda p: seen.update(bias=p.grad.clone())
+    )
     one(x).pow(2).sum().backward()
     many(mine).pow(2).sum().backward()
     same(seen["weight"], one.up.weight.grad)
@@ -132,14 +152,18 @@ def test_hooks_see_the_sum():
 def test_a_gradient_of_a_gradient():
     one, many, x, mine, _ = both()
     for net, data in ((one, x), (many, mine)):
-        grads = torch.autograd.grad(net(data).pow(3).sum(), list(net.parameters()), create_graph=True)
+        grads = torch.autograd.grad(
+            net(data).pow(3).sum(), list(net.parameters()), create_graph=True
+        )
         sum(grad.pow(2).sum() for grad in grads).backward()
     same_gradients(many, one)
     one.zero_grad()
     many.zero_grad()
     for net, data in ((one, x), (many, mine)):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+            warnings.filterwarnings(
+                "ignore", message=r"Using backward\(\) with create_graph=True"
+            )
             net(data).pow(3).sum().backward(create_graph=True)
         penalty = sum(p.grad.pow(2).sum() for p in net.parameters())
         for p in net.parameters():
@@ -153,7 +177,10 @@ def test_copies_and_parts_of_one_parameter():
     """One use sees the same on every rank, another its own rows: the first must not be counted twice."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    w, x = torch.randn(4, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    w, x = (
+        torch.randn(4, 6, dtype=torch.float64),
+        torch.randn(8, 6, dtype=torch.float64),
+    )
     true = w.clone().requires_grad_()
     (F.linear(x, true).pow(2).sum() + true.pow(3).sum()).backward()
     mine = nn.Parameter(distribute_tensor(w, mesh, [Replicate()]))
@@ -187,7 +214,9 @@ class Fails(torch.autograd.Function):
 @on_ranks(2)
 def test_nothing_is_left_of_a_backward_that_failed():
     one, many, x, mine, mesh = both()
-    first = DTensor.from_local(Fails.apply(mine.to_local().clone().requires_grad_()), mesh, [Shard(0)])
+    first = DTensor.from_local(
+        Fails.apply(mine.to_local().clone().requires_grad_()), mesh, [Shard(0)]
+    )
     with pytest.raises(ArithmeticError, match="on purpose"):
         many(first).pow(2).sum().backward()
     assert not gradient_sums._PARTS

@@ -26,7 +26,12 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.modes import implicit_replication
-from hyper_parallel.core.tensor_parallel import ColwiseParallel, Replicated, RowwiseParallel, replicate
+from hyper_parallel.core.tensor_parallel import (
+    ColwiseParallel,
+    Replicated,
+    RowwiseParallel,
+    replicate,
+)
 from hyper_parallel.testing import on_ranks, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -42,7 +47,10 @@ def model_of(seed=0):
 
 
 def plan():
-    styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}
+    styles = {
+        "0": ColwiseParallel(use_local_output=False),
+        "2": RowwiseParallel(use_local_output=False),
+    }
     return {**styles, "": Replicated()}
 
 
@@ -67,7 +75,9 @@ def call_with_mappings():
     true = model_of()[0]
     model = Outputs()
     model.up.load_state_dict(true.state_dict())
-    parallelize_module(model, line(), {"up": ColwiseParallel(use_local_output=False), "": Replicated()})
+    parallelize_module(
+        model, line(), {"up": ColwiseParallel(use_local_output=False), "": Replicated()}
+    )
     for given in (
         BaseModelOutput(last_hidden_state=x),
         BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
@@ -78,9 +88,13 @@ def call_with_mappings():
         torch.testing.assert_close(found["y"], true(x))
         assert type(found["given"]) is type(given)
         assert isinstance(found["given"]["last_hidden_state"], DTensor)
-        assert type(given["last_hidden_state"]) is torch.Tensor  # the caller's own is left alone
+        assert (
+            type(given["last_hidden_state"]) is torch.Tensor
+        )  # the caller's own is left alone
         if isinstance(given, BaseModelOutput):
-            assert found["given"].last_hidden_state is found["given"]["last_hidden_state"]
+            assert (
+                found["given"].last_hidden_state is found["given"]["last_hidden_state"]
+            )
     return True
 
 
@@ -91,9 +105,15 @@ def test_outputs_of_transformers_and_mappings_are_arguments():
 @on_ranks(2)
 def test_hooks_that_return_no_tensor_are_told_as_on_one_device():
     for register, expected in (
-        (lambda m: m[1].register_forward_hook(lambda *_: 3), "Linear: expected a tensor|must be Tensor, not int"),
+        (
+            lambda m: m[1].register_forward_hook(lambda *_: 3),
+            "Linear: expected a tensor|must be Tensor, not int",
+        ),
         (lambda m: m[0].register_forward_hook(lambda *_: 3), "must be Tensor, not int"),
-        (lambda m: m[1].register_full_backward_hook(lambda *_: 3), "hook returned 'int'"),
+        (
+            lambda m: m[1].register_full_backward_hook(lambda *_: 3),
+            "hook returned 'int'",
+        ),
         (lambda m: m[0].weight.register_hook(lambda _: 3), "hook returned 'int'"),
     ):
         for model in (model_of(), parallelize_module(model_of(), line(), plan())):
@@ -121,7 +141,10 @@ def test_an_optimizer_made_before_the_plan_is_refused_at_its_first_step():
         place(model)
         with implicit_replication():
             model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"AdamW.step: 4 of its 4 .*weight \(6, 4\) of Linear.*HP231"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"AdamW.step: 4 of its 4 .*weight \(6, 4\) of Linear.*HP231",
+        ):
             early.step()
         before = model[0].weight.full_tensor().clone()
         late = torch.optim.AdamW(model.parameters())
@@ -159,15 +182,23 @@ def test_torch_takes_lists_of_distributed_tensors_for_what_they_are():
 @on_ranks(2)
 def test_plans_and_wrappers_that_cannot_be():
     mesh = line()
-    with pytest.raises(TypeError, match=r"expected a style, or a dict .*got a list.*HP402"):
+    with pytest.raises(
+        TypeError, match=r"expected a style, or a dict .*got a list.*HP402"
+    ):
         parallelize_module(model_of(), mesh, [("0", ColwiseParallel())])
     for style in (ColwiseParallel(), RowwiseParallel()):
         model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)))
-        with pytest.raises(ValueError, match=r"0: .*no weight of its own.*remove_parametrizations.*HP407"):
+        with pytest.raises(
+            ValueError,
+            match=r"0: .*no weight of its own.*remove_parametrizations.*HP407",
+        ):
             parallelize_module(model, mesh, {"0": style})
         nn.utils.parametrize.remove_parametrizations(model[0], "weight")
         parallelize_module(model, mesh, {"0": style})
-    with pytest.raises(TypeError, match=r"DistributedDataParallel.*replicate\(model, mesh\['dp'\]\).*HP320"):
+    with pytest.raises(
+        TypeError,
+        match=r"DistributedDataParallel.*replicate\(model, mesh\['dp'\]\).*HP320",
+    ):
         DistributedDataParallel(parallelize_module(model_of(), mesh, plan()))
 
 
@@ -178,7 +209,10 @@ def test_plans_and_wrappers_that_cannot_be():
 def test_assert_close_compares_what_lies_anywhere():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = torch.arange(10.0).reshape(5, 2)
-    cut, other = distribute_tensor(x, mesh, [S0, R]), distribute_tensor(x, mesh, [S1, S0])
+    cut, other = (
+        distribute_tensor(x, mesh, [S0, R]),
+        distribute_tensor(x, mesh, [S1, S0]),
+    )
     torch.testing.assert_close(cut, other)
     torch.testing.assert_close(cut, x)
     torch.testing.assert_close({"a": [x, cut]}, {"a": [other, x]})
@@ -186,7 +220,9 @@ def test_assert_close_compares_what_lies_anywhere():
     torch.testing.assert_close(pending, cut)
     wrong = x.clone()
     wrong[4, 1] += 1  # which one rank has
-    with pytest.raises(AssertionError, match=r"Mismatched elements: 1 / 10[^$]*index \(4, 1\)"):
+    with pytest.raises(
+        AssertionError, match=r"Mismatched elements: 1 / 10[^$]*index \(4, 1\)"
+    ):
         torch.testing.assert_close(cut, distribute_tensor(wrong, mesh, [S0, R]))
     with pytest.raises(AssertionError, match="dtype"):
         torch.testing.assert_close(cut, cut.double())
@@ -217,11 +253,15 @@ def test_what_a_distributed_tensor_keeps_of_its_source():
             assert made.requires_grad is wanted
             assert made.is_leaf
         computed = torch.ones(4, requires_grad=True) * 2
-        with pytest.raises(RuntimeError, match=r"was computed from others.*from_local.*HP222"):
+        with pytest.raises(
+            RuntimeError, match=r"was computed from others.*from_local.*HP222"
+        ):
             distribute_tensor(computed, mesh, [S0], src_data_rank=source)
         distribute_tensor(computed.detach(), mesh, [S0], src_data_rank=source)
         with torch.no_grad():
-            assert not distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [S0]).requires_grad
+            assert not distribute_tensor(
+                torch.ones(4, requires_grad=True) * 2, mesh, [S0]
+            ).requires_grad
     leaf = torch.ones(4, requires_grad=True)
     DTensor.from_local(leaf * 2, mesh, [R]).redistribute(mesh, [S0]).sum().backward()
     assert leaf.grad.tolist() == [2.0] * 4
@@ -238,7 +278,9 @@ def test_the_names_that_are_offered():
 
 def test_a_device_that_is_not_there():
     assert not torch.cuda.is_available()  # as wherever these tests run
-    with pytest.raises(ValueError, match=r"no device of type 'cuda'.*init_backend=False.*HP201"):
+    with pytest.raises(
+        ValueError, match=r"no device of type 'cuda'.*init_backend=False.*HP201"
+    ):
         init_device_mesh("cuda", (1,))
     assert init_device_mesh("cuda", (1,), init_backend=False).device_type == "cuda"
 
@@ -267,7 +309,9 @@ print("done", get_platform().get_world_size(), get_platform().get_rank())
 
 def test_a_process_that_nobody_launched(tmp_path):
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"}
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in launched
+    }
     run = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300,
         check=False,
@@ -289,7 +333,10 @@ def test_functions_of_torch_masked():
     mesh = line()
     x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 7
     mask = torch.tensor([[True, False, True]] * 3 + [[False] * 3])
-    cut, cut_mask = distribute_tensor(x, mesh, [S0]).requires_grad_(), distribute_tensor(mask, mesh, [S1])
+    cut, cut_mask = (
+        distribute_tensor(x, mesh, [S0]).requires_grad_(),
+        distribute_tensor(mask, mesh, [S1]),
+    )
     plain = x.clone().requires_grad_()
     for name in ("sum", "mean", "softmax", "amax", "std", "normalize"):
         arguments = (2.0, 1) if name == "normalize" else (1,)

@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.recipes import transformers_plans as plans
-from hyper_parallel import Replicate, Shard, distribute_tensor, get_platform, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.distributed_checkpoint import hugging_face
 from hyper_parallel.core.distributed_checkpoint.api import load, save
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
@@ -32,12 +39,26 @@ def model_of(kind):
     if kind == "gpt2":
         from transformers.models.gpt2 import modeling_gpt2 as home
 
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+        sizes = {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
         return home.GPT2LMHeadModel(home.GPT2Config(vocab_size=61, **sizes))
     from transformers.models.llama import modeling_llama as home
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return home.LlamaForCausalLM(home.LlamaConfig(vocab_size=61, tie_word_embeddings=True, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return home.LlamaForCausalLM(
+        home.LlamaConfig(vocab_size=61, tie_word_embeddings=True, **sizes)
+    )
 
 
 def index_of(folder):
@@ -46,7 +67,11 @@ def index_of(folder):
 
 def through_a_mesh(kind, folder):
     """From their folder into a model on a mesh, from there to a folder of ours, and from that to a model of theirs."""
-    theirs, ours, is_first = folder / "theirs", folder / "ours", get_platform().get_rank() == 0
+    theirs, ours, is_first = (
+        folder / "theirs",
+        folder / "ours",
+        get_platform().get_rank() == 0,
+    )
     one, model = model_of(kind), model_of(kind)
     expected = one.state_dict()
     if is_first:
@@ -63,7 +88,9 @@ def through_a_mesh(kind, folder):
     for name, tensor in expected.items():
         assert torch.equal(state[name].full_tensor(), tensor), name
     files = save_hugging_face(state, ours, max_shard_bytes=10_000)
-    assert {*files.values(), "model.safetensors.index.json"} == {path.name for path in ours.iterdir()}
+    assert {*files.values(), "model.safetensors.index.json"} == {
+        path.name for path in ours.iterdir()
+    }
     get_platform().barrier()
     if is_first:
         one.config.save_pretrained(ours)
@@ -92,11 +119,18 @@ def bytes_read(folder):
     mesh = init_device_mesh("cpu", (2,))
     counts = []
     for placement in (Shard(0), Shard(1)):
-        state = {name: distribute_tensor(torch.zeros(256, 4096), mesh, [placement]) for name in ("a", "b")}
+        state = {
+            name: distribute_tensor(torch.zeros(256, 4096), mesh, [placement])
+            for name in ("a", "b")
+        }
         reader = HuggingFaceReader(folder)
         report = load(state, storage_reader=reader)
-        expected = load_file(f"{folder}/1.safetensors") | load_file(f"{folder}/2.safetensors")
-        assert all(torch.equal(state[name].full_tensor(), expected[name]) for name in state)
+        expected = load_file(f"{folder}/1.safetensors") | load_file(
+            f"{folder}/2.safetensors"
+        )
+        assert all(
+            torch.equal(state[name].full_tensor(), expected[name]) for name in state
+        )
         counts.append((report.bytes, report.bytes_read))
     return counts
 
@@ -110,7 +144,9 @@ def sharded(folder, **changes):
     save_file({"b": torch.randn(shape)}, folder / "2.safetensors")
     places = {"a": "1.safetensors", "b": "2.safetensors"} | changes
     places = {name: place for name, place in places.items() if place is not None}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     return folder
 
 
@@ -123,7 +159,9 @@ def test_each_rank_reads_its_share(tmp_path):
 def job_of_one_error(folder):
     """One rank cannot write its shard; nothing is left, and all know."""
     mesh = init_device_mesh("cpu", (2,))
-    state = {name: distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]) for name in "abcd"}
+    state = {
+        name: distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]) for name in "abcd"
+    }
     write = hugging_face.write_plain_file
 
     def fails(path, *rest):
@@ -163,10 +201,18 @@ def job_of_layouts(folder):
     }
     lies["model"]["tied"] = lies["model"]["w"].detach()
     save(lies, checkpoint_id=f"{folder}/four")
-    plain = {"w": w, "odd": odd, "copied": w.clone(), "number": torch.tensor(7), "tied": w}
+    plain = {
+        "w": w,
+        "odd": odd,
+        "copied": w.clone(),
+        "number": torch.tensor(7),
+        "tied": w,
+    }
     if get_platform().get_rank() == 0:
         save({"model": plain, "step": 3}, checkpoint_id=f"{folder}/one", no_dist=True)
-    return export_hugging_face(f"{folder}/four", f"{folder}/hf", max_shard_bytes=100, dtype=torch.float64)
+    return export_hugging_face(
+        f"{folder}/four", f"{folder}/hf", max_shard_bytes=100, dtype=torch.float64
+    )
 
 
 def test_a_checkpoint_of_four_ranks_is_compared_and_exported(tmp_path):
@@ -179,7 +225,12 @@ def test_a_checkpoint_of_four_ranks_is_compared_and_exported(tmp_path):
     assert sorted(files) == ["copied", "number", "odd", "tied"]  # w is the same as tied
     torch.manual_seed(2)
     w, odd = torch.randn(6, 10), torch.randn(7, 5).to(torch.bfloat16)
-    expected = {"copied": w.double(), "tied": w.double(), "odd": odd.double(), "number": torch.tensor(7)}
+    expected = {
+        "copied": w.double(),
+        "tied": w.double(),
+        "odd": odd.double(),
+        "number": torch.tensor(7),
+    }
     for name, file in files.items():
         tensor = load_file(tmp_path / "hf" / file)[name]
         assert tensor.dtype is expected[name].dtype
@@ -200,7 +251,9 @@ def test_names_are_changed_on_the_way(tmp_path):
     assert torch.equal(state["model"]["a"], load_file(folder / "1.safetensors")["a"])
     with pytest.raises(CheckpointError, match='"a" and "b" both become "x"'):
         HuggingFaceReader(folder, rename=lambda name: "x").load_metadata()
-    save_hugging_face({"a": torch.ones(2)}, tmp_path / "out", names=lambda name: f"net.{name}")
+    save_hugging_face(
+        {"a": torch.ones(2)}, tmp_path / "out", names=lambda name: f"net.{name}"
+    )
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["net.a"]
 
 
@@ -210,7 +263,9 @@ def test_links_are_followed_when_asked(tmp_path):
         (folder / name).rename(tmp_path / f"blob-{name}")
         (folder / name).symlink_to(tmp_path / f"blob-{name}")
         state = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
-        with pytest.raises(CheckpointError, match=f"{name}: a link, .*follow_links=True") as told:
+        with pytest.raises(
+            CheckpointError, match=f"{name}: a link, .*follow_links=True"
+        ) as told:
             load(state, checkpoint_id=folder)
         assert Path(told.value.file).name == name
         load(state, storage_reader=HuggingFaceReader(folder, follow_links=True))
@@ -226,7 +281,9 @@ def test_links_are_followed_when_asked(tmp_path):
 )  # fmt: skip
 def test_a_place_outside_of_the_folder_is_refused(place, tmp_path):
     folder = sharded(tmp_path / "hf", b=place)
-    with pytest.raises(CheckpointError, match=r"index\.json: weight_map\.b: expected") as told:
+    with pytest.raises(
+        CheckpointError, match=r"index\.json: weight_map\.b: expected"
+    ) as told:
         HuggingFaceReader(folder).load_metadata()
     assert told.value.field == "weight_map.b"
 
@@ -237,7 +294,10 @@ def test_a_place_outside_of_the_folder_is_refused(place, tmp_path):
         ({"b": "3.safetensors"}, "3.safetensors: cannot be opened: No such file"),
         ({"b": "1.safetensors"}, '1.safetensors: "b": is not in the file'),
         ({"c": "2.safetensors"}, '2.safetensors: "c": is not in the file'),
-        ({"b": "1.safetensors", "a": "2.safetensors"}, '2.safetensors: "a": is not in the file'),
+        (
+            {"b": "1.safetensors", "a": "2.safetensors"},
+            '2.safetensors: "a": is not in the file',
+        ),
         ({"a": None, "c": "1.safetensors"}, '1.safetensors: "c": is not in the file'),
     ],
 )
@@ -249,7 +309,10 @@ def test_an_index_of_other_files_is_refused(change, message, tmp_path):
 def test_a_tensor_that_the_index_does_not_name_is_refused(tmp_path):
     folder = sharded(tmp_path / "hf")
     save_file({"b": torch.ones(1), "more": torch.ones(1)}, folder / "2.safetensors")
-    with pytest.raises(CheckpointError, match='2.safetensors: "more": is in the file, but was not expected'):
+    with pytest.raises(
+        CheckpointError,
+        match='2.safetensors: "more": is in the file, but was not expected',
+    ):
         HuggingFaceReader(folder).load_metadata()
 
 
@@ -275,7 +338,9 @@ def test_a_large_index_and_a_short_file_are_refused(tmp_path, monkeypatch):
     folder = sharded(tmp_path / "hf")
     whole = (folder / "2.safetensors").read_bytes()
     (folder / "2.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match="2.safetensors: the header tells of .* it was cut short"):
+    with pytest.raises(
+        CheckpointError, match="2.safetensors: the header tells of .* it was cut short"
+    ):
         HuggingFaceReader(folder).load_metadata()
     (folder / "2.safetensors").write_bytes(whole)
     HuggingFaceReader(folder).load_metadata()
@@ -289,11 +354,17 @@ def test_what_is_there_is_written_over_when_asked(tmp_path):
     state = {name: torch.full((8,), float(n)) for n, name in enumerate("abc")}
     save_hugging_face(state, folder, max_shard_bytes=32)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="there are weights already: model-00001-of-00003.* overwrite=True"):
+    with pytest.raises(
+        CheckpointError,
+        match="there are weights already: model-00001-of-00003.* overwrite=True",
+    ):
         save_hugging_face({"a": torch.ones(2)}, folder)
     assert len(load_file(folder / "model-00003-of-00003.safetensors")) == 1
     save_hugging_face({"a": torch.ones(2)}, folder, overwrite=True)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
     save_hugging_face(state, folder, max_shard_bytes=64, overwrite=True)
     assert len({path.name for path in folder.iterdir()}) == 4
     found = {name: torch.zeros(8) for name in state}
@@ -309,9 +380,17 @@ def test_only_tensors_are_taken(tmp_path):
 
 
 def test_an_export_says_what_prefixes_there_are(tmp_path):
-    save({"net": {"a": torch.ones(2)}, "ema": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "c", no_dist=True)
-    with pytest.raises(CheckpointError, match="begins with 'model.'; there are ema, net"):
+    save(
+        {"net": {"a": torch.ones(2)}, "ema": {"a": torch.ones(2)}},
+        checkpoint_id=tmp_path / "c",
+        no_dist=True,
+    )
+    with pytest.raises(
+        CheckpointError, match="begins with 'model.'; there are ema, net"
+    ):
         export_hugging_face(tmp_path / "c", tmp_path / "hf")
     with pytest.raises(ValueError, match="ends with a dot"):
         export_hugging_face(tmp_path / "c", tmp_path / "hf", prefix="net")
-    assert export_hugging_face(tmp_path / "c", tmp_path / "hf", prefix="net.") == {"a": "model.safetensors"}
+    assert export_hugging_face(tmp_path / "c", tmp_path / "hf", prefix="net.") == {
+        "a": "model.safetensors"
+    }

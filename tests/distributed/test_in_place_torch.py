@@ -30,7 +30,12 @@ SEED = 5
 
 
 def draw(*shape, seed=0):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
+    return (
+        torch.rand(
+            *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        + 0.5
+    )
 
 
 def square_mesh():
@@ -56,7 +61,12 @@ def layouts_of(shape, is_floating):
     if not shape:
         return found
     first, last = shape[0], len(shape) - 1
-    found += [[S0, R], [S0, S0], [StridedShard(0, 2), S0], [S0, Shard(last) if last else R]]
+    found += [
+        [S0, R],
+        [S0, S0],
+        [StridedShard(0, 2), S0],
+        [S0, Shard(last) if last else R],
+    ]
     if first > 1:
         found.insert(1, [FusedShard(0, (1, first - 1)), R])
         found.append([R, FusedShard(0, (1, first - 1))])
@@ -69,9 +79,13 @@ def outcome_of(call, target, truth):
     """What a call that changes its target came to: "right", or the error's first words."""
     try:
         call(target)
-    except Exception as error:  # any error will do, as long as it is the same on all ranks
+    except (
+        Exception
+    ) as error:  # any error will do, as long as it is the same on all ranks
         return f"{type(error).__name__}: {str(error)[:40]}"
-    torch.testing.assert_close(target.full_tensor(), truth, equal_nan=True, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        target.full_tensor(), truth, equal_nan=True, rtol=1e-9, atol=1e-9
+    )
     return "right"
 
 
@@ -81,7 +95,10 @@ def agree(outcomes):
     get_platform().all_gather_object(everyone, outcomes)
     for others in everyone:
         for mine, other in zip(outcomes, others, strict=True):
-            assert mine[1].partition(":")[0] == other[1].partition(":")[0], (mine, other)
+            assert mine[1].partition(":")[0] == other[1].partition(":")[0], (
+                mine,
+                other,
+            )
 
 
 def calls_of(op):
@@ -95,11 +112,16 @@ def calls_of(op):
 
 
 def samples_of(op):
-    for number, sample in enumerate(op.sample_inputs("cpu", torch.float64, requires_grad=False)):
+    for number, sample in enumerate(
+        op.sample_inputs("cpu", torch.float64, requires_grad=False)
+    ):
         if number == 2:
             return
         operands = (*sample.args, *sample.kwargs.values())
-        if all(not isinstance(value, (list, tuple)) or not any(map(torch.is_tensor, value)) for value in operands):
+        if all(
+            not isinstance(value, (list, tuple)) or not any(map(torch.is_tensor, value))
+            for value in operands
+        ):
             yield sample
 
 
@@ -119,10 +141,16 @@ def sweep_in_place(part, parts):
 
     warnings.simplefilter("ignore")
     mesh, found = square_mesh(), {}
-    known = [op for op in op_db if op.inplace_variant is not None and torch.float64 in op.dtypes]
+    known = [
+        op
+        for op in op_db
+        if op.inplace_variant is not None and torch.float64 in op.dtypes
+    ]
     for number, op in enumerate(known[part::parts]):
         name = called(op.inplace_variant).name
-        if name not in OPERATORS or name in _FILLS:  # what draws numbers has tests of its own
+        if (
+            name not in OPERATORS or name in _FILLS
+        ):  # what draws numbers has tests of its own
             continue
         outcomes = [
             (f"{op.name} on {placements}", outcome)
@@ -139,13 +167,20 @@ def outcomes_of(call, sample, mesh, most, number):
     if truth is None:
         return
     layouts = layouts_of(sample.input.shape, sample.input.is_floating_point())[:most]
-    for placements in layouts if THOROUGH else layouts[number % 2 :: 2]:  # every layout with every second operator
+    for placements in (
+        layouts if THOROUGH else layouts[number % 2 :: 2]
+    ):  # every layout with every second operator
         target = put(sample.input, mesh, placements)
         args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda t: put(t, mesh, [R, R]), (tuple(sample.args), dict(sample.kwargs))
+            torch.Tensor,
+            lambda t: put(t, mesh, [R, R]),
+            (tuple(sample.args), dict(sample.kwargs)),
         )
         torch.manual_seed(SEED)
-        yield str(placements), outcome_of(lambda t: call(t, *args, **kwargs), target, truth)  # noqa: B023
+        yield (
+            str(placements),
+            outcome_of(lambda t: call(t, *args, **kwargs), target, truth),  # noqa: B023
+        )
 
 
 # Strides and storages mean nothing for shards on many ranks.
@@ -156,7 +191,9 @@ ABOUT_ONE_MEMORY = {"as_strided", "resize_", "resize_as_"}
 def test_every_operator_in_place(part):
     found = run_ranks(sweep_in_place, 4, part, 2, timeout=300)[0]
     assert len(found) > 50
-    never = {name for name, outcomes in found.items() if outcomes and not outcomes["right"]}
+    never = {
+        name for name, outcomes in found.items() if outcomes and not outcomes["right"]
+    }
     assert never <= ABOUT_ONE_MEMORY
 
 
@@ -176,33 +213,53 @@ def test_a_change_that_is_lost_would_be_seen():
 
 # For each entry of the lists its shape and how it lies; None is a plain tensor, which every rank has.
 ENTRIES = {
-    "sharded": [((5, 3), [S0, R]), ((4,), [S0, S0]), ((2, 6), [S0, S1]), ((1, 2), [R, S0])],
+    "sharded": [
+        ((5, 3), [S0, R]),
+        ((4,), [S0, S0]),
+        ((2, 6), [S0, S1]),
+        ((1, 2), [R, S0]),
+    ],
     "sections and nested": [
         ((5, 4), [FusedShard(0, (2, 3)), R]),
         ((6,), [R, FusedShard(0, (4, 2))]),
         ((7, 2), [StridedShard(0, 2), S0]),
         ((3,), [R, R]),
     ],
-    "plain among them": [((5, 3), [S0, R]), ((4,), None), ((6,), [FusedShard(0, (4, 2)), R]), ((2, 2), None)],
+    "plain among them": [
+        ((5, 3), [S0, R]),
+        ((4,), None),
+        ((6,), [FusedShard(0, (4, 2)), R]),
+        ((2, 2), None),
+    ],
     "pending": [((5, 3), [P, R]), ((4,), [P, S0]), ((2, 6), [S0, R]), ((3,), None)],
 }
 FORMS = {
     "f(x)": lambda f, x, y, z, scalar: f(x),
     "f(x, 1.5)": lambda f, x, y, z, scalar: f(x, 1.5),
     "f(x, scalar)": lambda f, x, y, z, scalar: f(x, scalar),
-    "f(x, numbers)": lambda f, x, y, z, scalar: f(x, [float(i + 1) for i in range(len(x))]),
+    "f(x, numbers)": lambda f, x, y, z, scalar: f(
+        x, [float(i + 1) for i in range(len(x))]
+    ),
     "f(1.5, x)": lambda f, x, y, z, scalar: f(1.5, x),
     "f(x, y)": lambda f, x, y, z, scalar: f(x, y),
     "f(x, y, 0.3)": lambda f, x, y, z, scalar: f(x, y, 0.3),
     "f(x, y, z)": lambda f, x, y, z, scalar: f(x, y, z),
-    "f(x, y, z, numbers)": lambda f, x, y, z, scalar: f(x, y, z, [float(i + 1) for i in range(len(x))]),
+    "f(x, y, z, numbers)": lambda f, x, y, z, scalar: f(
+        x, y, z, [float(i + 1) for i in range(len(x))]
+    ),
 }
 
 
 def lists_for(entries, mesh):
-    plain = [[draw(*shape, seed=9 * k + i) for i, (shape, _) in enumerate(entries)] for k in range(3)]
+    plain = [
+        [draw(*shape, seed=9 * k + i) for i, (shape, _) in enumerate(entries)]
+        for k in range(3)
+    ]
     mine = [
-        [t.clone() if lies is None else put(t, mesh, lies) for t, (_, lies) in zip(line, entries, strict=True)]
+        [
+            t.clone() if lies is None else put(t, mesh, lies)
+            for t, (_, lies) in zip(line, entries, strict=True)
+        ]
         for line in plain
     ]
     return plain, mine
@@ -224,7 +281,12 @@ def of_list(call, operands):
 def same_lists(mine, true, what):
     for one, right in zip(mine, true, strict=True):
         torch.testing.assert_close(
-            whole(one), right, equal_nan=True, rtol=1e-9, atol=1e-9, msg=lambda m: f"{what}: {m}"
+            whole(one),
+            right,
+            equal_nan=True,
+            rtol=1e-9,
+            atol=1e-9,
+            msg=lambda m: f"{what}: {m}",
         )
 
 
@@ -240,11 +302,15 @@ def sweep_lists(kind):
     mesh, outcomes = square_mesh(), []
     for name in names_for(kind):
         functions = [getattr(torch, name)]
-        if kind == "sections and nested":  # the names lead to the same functions, so one kind shows it
+        if (
+            kind == "sections and nested"
+        ):  # the names lead to the same functions, so one kind shows it
             functions.append(getattr(torch.ops.aten, name))
         for function in functions:
             for form, call in FORMS.items():
-                outcome = outcome_on_lists(kind, mesh, function, call, f"{kind}: {name} as {form}")
+                outcome = outcome_on_lists(
+                    kind, mesh, function, call, f"{kind}: {name} as {form}"
+                )
                 if outcome is not None:
                     outcomes.append((name, outcome))
     agree(outcomes)
@@ -260,9 +326,13 @@ def outcome_on_lists(kind, mesh, function, call, what):
     scalar = put(number, mesh, [P, R] if kind == "pending" else [R, R])
     try:
         found = call(function, *mine, scalar)
-    except Exception as error:  # any error will do, as long as it is the same on all ranks
+    except (
+        Exception
+    ) as error:  # any error will do, as long as it is the same on all ranks
         return f"{type(error).__name__}: {str(error)[:60]}"
-    same_lists([t for line in mine for t in line], [t for line in plain for t in line], what)
+    same_lists(
+        [t for line in mine for t in line], [t for line in plain for t in line], what
+    )
     if not called(function).inplace:
         same_lists(found, true, what)
     return "right"
@@ -285,12 +355,19 @@ def leaves_for(entries, mesh):
 
 
 def loss_of(parameters):
-    return sum((whole((p.sin() * 0.3 + p.pow(2)).sum()) for p in parameters), start=torch.zeros(()))
+    return sum(
+        (whole((p.sin() * 0.3 + p.pow(2)).sum()) for p in parameters),
+        start=torch.zeros(()),
+    )
 
 
 KINDS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ("foreach", "fused", None)),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, ("foreach", "fused", None)),
+    "AdamW": (
+        torch.optim.AdamW,
+        {"lr": 0.1, "amsgrad": True},
+        ("foreach", "fused", None),
+    ),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}, ("foreach", "fused")),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5}, ("foreach",)),
     "NAdam": (torch.optim.NAdam, {"lr": 0.1}, ("foreach",)),
@@ -312,10 +389,18 @@ def test_optimizers_and_clipping_over_plain_and_distributed_parameters():
                         optimizer.zero_grad()
                         loss_of(parameters).backward()
                         for foreach in (True, False, None):
-                            norms.append(whole(torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=foreach)))
+                            norms.append(
+                                whole(
+                                    torch.nn.utils.clip_grad_norm_(
+                                        parameters, 0.5, foreach=foreach
+                                    )
+                                )
+                            )
                         optimizer.step()
                 same_lists(sides[1], sides[0], f"{make.__name__} {way} {kind}")
-                torch.testing.assert_close(torch.stack(norms[9:]), torch.stack(norms[:9]))
+                torch.testing.assert_close(
+                    torch.stack(norms[9:]), torch.stack(norms[:9])
+                )
                 assert norms[0] > 0.5
 
 
@@ -328,8 +413,12 @@ def test_a_scaler_unscales_every_gradient():
             for parameters in sides:
                 optimizer = torch.optim.SGD(parameters, lr=0.1)
                 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-                scaler.scale(loss_of(parameters) * (float("inf") if broken else 1.0)).backward()
-                gathered = [whole(p.grad) for p in parameters]  # what is gathered before must not be handed out after
+                scaler.scale(
+                    loss_of(parameters) * (float("inf") if broken else 1.0)
+                ).backward()
+                gathered = [
+                    whole(p.grad) for p in parameters
+                ]  # what is gathered before must not be handed out after
                 scaler.unscale_(optimizer)
                 assert len(gathered) == len(parameters)
                 scaler.step(optimizer)
@@ -342,7 +431,14 @@ def test_a_scaler_unscales_every_gradient():
 @on_ranks(4)
 def test_a_fused_step_through_torch_ops():
     mesh = square_mesh()
-    options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    options = {
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
     for kind in ("sections and nested", "plain among them"):
         sides = lists_for(ENTRIES[kind], mesh)
         for call, rate in (
@@ -364,14 +460,20 @@ def test_what_meets_at_one_index_must_lie_alike():
     mesh = square_mesh()
     (x, y, _), (mine, other, _) = lists_for(ENTRIES["sharded"], mesh)
     before = [t.to_local().clone() for t in mine]
-    with pytest.raises(OperatorError, match=r"_foreach_add_: at index 0 a plain tensor meets .*HP304"):
+    with pytest.raises(
+        OperatorError, match=r"_foreach_add_: at index 0 a plain tensor meets .*HP304"
+    ):
         torch._foreach_add_(mine, y)
-    with pytest.raises(OperatorError, match=r"_fused_sgd_: at index 1 a plain tensor meets"):
+    with pytest.raises(
+        OperatorError, match=r"_fused_sgd_: at index 1 a plain tensor meets"
+    ):
         torch._fused_sgd_(
             mine, [other[0], y[1], other[2], other[3]], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
             nesterov=False, maximize=False, is_first_step=True,
         )  # fmt: skip
-    assert all(torch.equal(t.to_local(), old) for t, old in zip(mine, before, strict=True))
+    assert all(
+        torch.equal(t.to_local(), old) for t, old in zip(mine, before, strict=True)
+    )
     with pytest.raises(OperatorError, match="HP304"):
         x[0] * mine[0]
     number = distribute_tensor(torch.tensor(2.0, dtype=torch.float64), mesh, [R, R])

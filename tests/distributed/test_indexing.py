@@ -6,7 +6,14 @@ import warnings
 import pytest
 import torch
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.testing import on_ranks
@@ -15,7 +22,9 @@ LAYOUTS = [[Replicate()], [Shard(0)], [Shard(1)]]
 
 
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def mesh_of(count):
@@ -25,11 +34,15 @@ def mesh_of(count):
 def parts_of(data, mesh):
     """A pending sum, of which each rank has another part."""
     rank = mesh.get_coordinate()[0]
-    return DTensor.from_local([data, data, -data, 0 * data][rank].clone(), mesh, [Partial()])
+    return DTensor.from_local(
+        [data, data, -data, 0 * data][rank].clone(), mesh, [Partial()]
+    )
 
 
 def same(mine, true):
-    torch.testing.assert_close(mine.full_tensor().detach(), true.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        mine.full_tensor().detach(), true.detach(), rtol=0, atol=0
+    )
 
 
 @on_ranks(4)
@@ -40,7 +53,12 @@ def test_masks_and_booleans_run_on_whole_tensors():
         mask = x > 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for index in (lambda t, m: m, lambda t, m: (m[:, 0], 1), lambda t, m: True, lambda t, m: [True] * 5):
+            for index in (
+                lambda t, m: m,
+                lambda t, m: (m[:, 0], 1),
+                lambda t, m: True,
+                lambda t, m: [True] * 5,
+            ):
                 same(x[index(x, mask)], data[index(data, data > 0)])
             for value in (torch.arange(int((data > 0).sum()), dtype=torch.float64),):
                 mine, true = x.clone(), data.clone()

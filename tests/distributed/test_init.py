@@ -18,7 +18,11 @@ from hyper_parallel import (
     get_platform,
     init_device_mesh,
 )
-from hyper_parallel.core.dtensor.initialisation import init_empty_weights, init_on_device, init_parameters
+from hyper_parallel.core.dtensor.initialisation import (
+    init_empty_weights,
+    init_on_device,
+    init_parameters,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -60,7 +64,9 @@ MODELS = {
     "embedding": lambda: nn.Embedding(9, 5, padding_idx=1),
     "norm": lambda: nn.LayerNorm(6),
     "encoder": lambda: nn.TransformerEncoderLayer(6, 2, 10, batch_first=True),
-    "layers": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 10, batch_first=True), 2),
+    "layers": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(6, 2, 10, batch_first=True), 2
+    ),
     "custom": Custom,
     "tied": Tied,
 }
@@ -84,9 +90,14 @@ def distribute(module, mesh, turn, way):
         parameter = found[2]
         placed = placements(mesh, parameter.ndim, turn + number)
         if way == "set_layout":
-            new = platform.set_layout_into_parameter(parameter, Layout.from_device_mesh(mesh)(placed))
+            new = platform.set_layout_into_parameter(
+                parameter, Layout.from_device_mesh(mesh)(placed)
+            )
         else:
-            new = nn.Parameter(distribute_tensor(parameter, mesh, placed), requires_grad=parameter.requires_grad)
+            new = nn.Parameter(
+                distribute_tensor(parameter, mesh, placed),
+                requires_grad=parameter.requires_grad,
+            )
         platform.update_parameter_by_name(module, found, new)
         assert platform.search_parameter_by_name(module, name)[2] is new
 
@@ -103,7 +114,9 @@ def check_same(module, real):
         assert parameter.is_leaf
         assert parameter.requires_grad == truth[name].requires_grad
         assert not parameter.is_meta
-        assert torch.equal(shard, expected[parameter.layout.local_slices(expected.shape)]), name
+        assert torch.equal(
+            shard, expected[parameter.layout.local_slices(expected.shape)]
+        ), name
         assert torch.equal(parameter.detach().full_tensor(), expected), name
         assert shard.untyped_storage().nbytes() == shard.nbytes
 
@@ -111,7 +124,9 @@ def check_same(module, real):
 def check_meshes(*shapes):
     platform = get_platform()
     for shape in shapes:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        mesh = init_device_mesh(
+            "cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :]
+        )
         for turn, (name, make) in enumerate(MODELS.items()):
             for way in ("distribute_tensor", "set_layout"):
                 torch.manual_seed(11)
@@ -124,7 +139,9 @@ def check_meshes(*shapes):
                     assert all(parameter.is_meta for parameter in module.parameters())
                     platform.init_parameters(module, 0)
                 assert not ledger.entries
-                assert torch.equal(torch.rand(3), after)  # the generator is where one device's is
+                assert torch.equal(
+                    torch.rand(3), after
+                )  # the generator is where one device's is
                 check_same(module, real)
                 if name == "tied":
                     assert module.head.weight is module.embed.weight
@@ -167,13 +184,26 @@ def test_copies_of_one_parameter_are_independent():
     module.weight = nn.Parameter(distribute_tensor(source, mesh, [Shard(0)]))
     module.columns = nn.Parameter(distribute_tensor(source, mesh, [Shard(1)]))
     module.again = nn.Parameter(distribute_tensor(source, mesh, [Shard(0)]))
-    module.view = nn.Parameter(module.again.detach())  # shares the memory, as a plain tensor's would
-    module.register_buffer("table", distribute_tensor(source.detach(), mesh, [Replicate()]))
+    module.view = nn.Parameter(
+        module.again.detach()
+    )  # shares the memory, as a plain tensor's would
+    module.register_buffer(
+        "table", distribute_tensor(source.detach(), mesh, [Replicate()])
+    )
     module.weight.note = "kept"
     platform.init_parameters(module, 0)
-    for parameter in (module.weight, module.columns, module.again, module.view, module.table):
+    for parameter in (
+        module.weight,
+        module.columns,
+        module.again,
+        module.view,
+        module.table,
+    ):
         assert torch.equal(parameter.full_tensor().detach(), real.weight)
-        assert parameter.to_local().untyped_storage().nbytes() == parameter.to_local().nbytes
+        assert (
+            parameter.to_local().untyped_storage().nbytes()
+            == parameter.to_local().nbytes
+        )
     assert module.weight.note == "kept"
     assert module.view.data_ptr() == module.again.data_ptr() != module.weight.data_ptr()
     assert isinstance(module.table, DTensor)
@@ -199,7 +229,10 @@ class Conventional(nn.Module):
 
 @on_ranks(4)
 def test_without_a_tape_modules_reset_themselves():
-    platform, mesh = get_platform(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    platform, mesh = (
+        get_platform(),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+    )
 
     def make():
         first = Conventional()
@@ -221,16 +254,25 @@ def test_without_a_tape_modules_reset_themselves():
         assert module[2].weight is module[0].weight
         assert module[0].steps.tolist() == [9.0, 9.0]  # what has data keeps it
     late = nn.Sequential(Conventional())
-    late[0].weight = module[0].weight  # initialised already, but now beside one that is not
-    late[0].scale = nn.Parameter(distribute_tensor(torch.empty(3, device="meta"), mesh, [Shard(0), Replicate()]))
+    late[0].weight = module[
+        0
+    ].weight  # initialised already, but now beside one that is not
+    late[0].scale = nn.Parameter(
+        distribute_tensor(torch.empty(3, device="meta"), mesh, [Shard(0), Replicate()])
+    )
     before = module[0].weight.to_local().detach().clone()
     platform.init_parameters(late, 0)
     assert late[0].weight is module[0].weight
     assert torch.equal(before, module[0].weight.to_local())
     assert late[0].scale.full_tensor().ge(1).all()
     lost = nn.Module()
-    lost.weight = nn.Parameter(distribute_tensor(torch.empty(3, device="meta"), mesh, [Shard(0), Replicate()]))
-    with pytest.raises(ValueError, match=r"nobody knows how to initialise weight: .*define reset_parameters\(\)"):
+    lost.weight = nn.Parameter(
+        distribute_tensor(torch.empty(3, device="meta"), mesh, [Shard(0), Replicate()])
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"nobody knows how to initialise weight: .*define reset_parameters\(\)",
+    ):
         platform.init_parameters(lost, 0)
 
 
@@ -242,7 +284,9 @@ class Stack(nn.Module):
 
     def __init__(self, layers, width, again):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(layers)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(width, width, bias=False) for _ in range(layers)]
+        )
         for layer in self.layers:
             again(layer.weight)
         with torch.no_grad():
@@ -270,7 +314,9 @@ def test_no_more_than_one_whole_parameter_is_held():
             platform.init_parameters(module, 0)
         check_same(module, real)
         shards = sum(parameter.to_local().nbytes for parameter in module.parameters())
-        with LiveBytes() as alone:  # one parameter, and what torch needs for a moment to draw it
+        with (
+            LiveBytes() as alone
+        ):  # one parameter, and what torch needs for a moment to draw it
             again(torch.empty(width, width).fill_(0))
         assert live.peak - shards <= alone.peak + 100, again
 
@@ -284,7 +330,12 @@ def test_loading_full_local_and_distributed_data():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = init_device_mesh("cpu", (4,))
     data = torch.arange(40.0).view(8, 5)
-    for placed in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)], (("tp", "dp"), "None")):
+    for placed in (
+        [Shard(0), Shard(0)],
+        [Shard(1), Shard(0)],
+        [Replicate(), Shard(1)],
+        (("tp", "dp"), "None"),
+    ):
         parameter = nn.Parameter(distribute_tensor(torch.zeros(8, 5), mesh, placed))
         shard, memory = parameter.to_local(), parameter.to_local().data_ptr()
         given = {
@@ -292,9 +343,13 @@ def test_loading_full_local_and_distributed_data():
             "numpy": data.double().numpy(),
             "local": data[parameter.layout.local_slices((8, 5))],
             "same layout": distribute_tensor(data, mesh, placed),
-            "other order": distribute_tensor(data, mesh, [Shard(0), Shard(0)]),  # shards of the same shape, elsewhere
+            "other order": distribute_tensor(
+                data, mesh, [Shard(0), Shard(0)]
+            ),  # shards of the same shape, elsewhere
             "other mesh": distribute_tensor(data, flat, [Shard(0)]),
-            "parameter": nn.Parameter(distribute_tensor(data, mesh, [Replicate(), Shard(0)])),
+            "parameter": nn.Parameter(
+                distribute_tensor(data, mesh, [Replicate(), Shard(0)])
+            ),
         }
         for kind, source in given.items():
             platform.load_into_param(parameter, source)
@@ -307,12 +362,24 @@ def test_loading_full_local_and_distributed_data():
     plain = nn.Parameter(torch.zeros(8, 5))
     platform.load_into_param(plain, distribute_tensor(data, mesh, [Shard(0), Shard(1)]))
     assert torch.equal(plain, data)
-    with pytest.raises(ValueError, match=r"data of shape \(8, 4\) does not fit \(8, 5\)"):
-        platform.load_into_param(parameter, distribute_tensor(data[:, :4], mesh, [Shard(0), Shard(0)]))
-    with pytest.raises(ValueError, match=r"data of shape \(7, 5\) fits neither of \[\(2, 5\), \(8, 5\)\]"):
+    with pytest.raises(
+        ValueError, match=r"data of shape \(8, 4\) does not fit \(8, 5\)"
+    ):
+        platform.load_into_param(
+            parameter, distribute_tensor(data[:, :4], mesh, [Shard(0), Shard(0)])
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"data of shape \(7, 5\) fits neither of \[\(2, 5\), \(8, 5\)\]",
+    ):
         platform.load_into_param(parameter, data[1:])
-    empty = nn.Parameter(distribute_tensor(torch.empty(8, 5, device="meta"), mesh, [Shard(0), Shard(0)]))
-    with pytest.raises(ValueError, match=r"shape \(8, 5\) is on the meta device .* call init_parameters"):
+    empty = nn.Parameter(
+        distribute_tensor(torch.empty(8, 5, device="meta"), mesh, [Shard(0), Shard(0)])
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"shape \(8, 5\) is on the meta device .* call init_parameters",
+    ):
         platform.load_into_param(empty, data)
 
 
@@ -331,11 +398,17 @@ def test_distributed_parameters_by_name():
     assert (owner, name) == (model.embed, "weight")
     assert model.head.weight is parameter
     assert platform.get_param_local_shape(parameter) == (11, 2 - platform.get_rank())
-    assert platform.get_param_local_data(parameter).data_ptr() == new.to_local().data_ptr()
+    assert (
+        platform.get_param_local_data(parameter).data_ptr() == new.to_local().data_ptr()
+    )
     assert isinstance(model.state_dict()["head.weight"], DTensor)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert any(p is parameter for group in optimizer.param_groups for p in group["params"])
-    platform.update_parameter_by_name(model, (owner, name, parameter), torch.ones(11, 3))  # and back
+    assert any(
+        p is parameter for group in optimizer.param_groups for p in group["params"]
+    )
+    platform.update_parameter_by_name(
+        model, (owner, name, parameter), torch.ones(11, 3)
+    )  # and back
     assert not isinstance(model.head.weight, DTensor)
     assert model.head.weight is model.embed.weight
 
@@ -353,7 +426,11 @@ def test_a_module_without_data_is_distributed_and_then_drawn():
 
     def rows(_, module, mesh):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+            setattr(
+                module,
+                name,
+                nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])),
+            )
 
     distribute_module(many, mesh, rows)
     assert all(p.is_meta for p in many.parameters())

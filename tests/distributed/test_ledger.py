@@ -68,10 +68,19 @@ def test_names_directions_and_lines():
         ("dp", True),
         ("tp", True),
     ]
-    assert ledger.counts(backward=False) == {"all_gather_into_tensor": 1, "all_reduce": 2}
+    assert ledger.counts(backward=False) == {
+        "all_gather_into_tensor": 1,
+        "all_reduce": 2,
+    }
     assert ledger.counts(backward=True) == {"all_reduce": 1, "reduce_scatter_tensor": 1}
-    assert ledger.counts() == {"all_gather_into_tensor": 1, "all_reduce": 3, "reduce_scatter_tensor": 1}
-    lines = [int(entry.line.removeprefix("test_ledger.py:")) for entry in ledger.entries]
+    assert ledger.counts() == {
+        "all_gather_into_tensor": 1,
+        "all_reduce": 3,
+        "reduce_scatter_tensor": 1,
+    }
+    lines = [
+        int(entry.line.removeprefix("test_ledger.py:")) for entry in ledger.entries
+    ]
     assert lines[1] == lines[0] + 1
     assert lines[2] == lines[0] + 2
     table = ledger.table()
@@ -102,20 +111,30 @@ def test_ledgers_nest_and_end_on_errors():
 @on_ranks(2)
 def test_collectives_are_counted_by_module():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), nn.Linear(4, 6))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), nn.Linear(4, 6)
+    )
     gathered = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh, {"0.0": ColwiseParallel(), "0.2": RowwiseParallel(), "1": gathered})
+    parallelize_module(
+        model, mesh, {"0.0": ColwiseParallel(), "0.2": RowwiseParallel(), "1": gathered}
+    )
     x = torch.ones(2, 4)
     with CommunicationLedger(mesh, model) as ledger:
         loss = model(x).sum()
         get_platform().all_reduce(torch.ones(1), None)
         loss.backward()
     by_module = ledger.counts_by_module()
-    assert by_module == {"0.2": {"all_reduce": 1}, "1": {"all_gather_into_tensor": 1}, "": {"all_reduce": 1}}
+    assert by_module == {
+        "0.2": {"all_reduce": 1},
+        "1": {"all_gather_into_tensor": 1},
+        "": {"all_reduce": 1},
+    }
     assert ledger.counts(backward=True)  # those have no module
     assert all(entry.module == "" for entry in ledger.entries if entry.backward)
     seen = len(ledger.entries)
     with CommunicationLedger(mesh) as other:
         model(x)
     assert len(ledger.entries) == seen
-    assert {entry.module for entry in other.entries} == {""}  # nothing is left on the model
+    assert {entry.module for entry in other.entries} == {
+        ""
+    }  # nothing is left on the model

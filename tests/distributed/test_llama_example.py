@@ -16,7 +16,13 @@ import data
 import model as example
 import plan
 import train
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint.convert import checkpoint_to_state_dict
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
@@ -40,9 +46,13 @@ def train_on_mesh(out, text, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     with strict():
         model = train.train(options_of(out, text), mesh)
-    for parameter in model.parameters():  # copies are equal on all ranks, to the last bit
+    for (
+        parameter
+    ) in model.parameters():  # copies are equal on all ranks, to the last bit
         layout, whole = parameter.layout, parameter.shape
-        DTensor.from_local(parameter.to_local().detach(), None, layout, shape=whole, run_check=True)
+        DTensor.from_local(
+            parameter.to_local().detach(), None, layout, shape=whole, run_check=True
+        )
 
 
 def train_alone(out, text):
@@ -58,13 +68,20 @@ def train_alone(out, text):
 def tensors_of(run):
     """What the last checkpoint holds of the model and the optimizer."""
     state = checkpoint_to_state_dict(train.latest(run))
-    moments = {f"{name}.{key}": value for name, of in state["optimizer"]["state"].items() for key, value in of.items()}
+    moments = {
+        f"{name}.{key}": value
+        for name, of in state["optimizer"]["state"].items()
+        for key, value in of.items()
+    }
     return {**state["model"], **moments}
 
 
 def compare(one, many, tolerance=1e-8):
     """All that two runs logged, and all that their last checkpoints hold."""
-    logs = [[json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] for run in (one, many)]
+    logs = [
+        [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        for run in (one, many)
+    ]
     last = len(logs[1])  # a run that was resumed in a folder of its own logs the rest
     for true, mine in zip(logs[0][-last:], logs[1], strict=True):
         assert mine == pytest.approx(true, rel=tolerance, abs=tolerance)
@@ -72,7 +89,11 @@ def compare(one, many, tolerance=1e-8):
     assert true.keys() == mine.keys()
     for name in true:
         torch.testing.assert_close(
-            mine[name], true[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            mine[name],
+            true[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -80,12 +101,17 @@ def compare(one, many, tolerance=1e-8):
 def alone(tmp_path_factory):
     """Twenty steps as one process, for each of the sizes."""
     folder = tmp_path_factory.mktemp("alone")
-    return {name: train_alone(folder / name, f"{text} --steps 20") for name, text in SIZES.items()}
+    return {
+        name: train_alone(folder / name, f"{text} --steps 20")
+        for name, text in SIZES.items()
+    }
 
 
 MESHES = [(1, 2), (1, 4), (2, 2)]
 SEQUENCES = ["", "--sequence-parallel"]
-SEQUENCE = pytest.mark.parametrize("sequence", SEQUENCES, ids=["whole", "sequence parallel"])
+SEQUENCE = pytest.mark.parametrize(
+    "sequence", SEQUENCES, ids=["whole", "sequence parallel"]
+)
 
 
 RUNS = [
@@ -101,7 +127,9 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "shape", "sequence"), RUNS if THOROUGH else SOME, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "shape", "sequence"), RUNS if THOROUGH else SOME, ids=str
+)
 def test_twenty_steps_equal_one_process(tmp_path, alone, sizes, shape, sequence):
     text = f"{SIZES[sizes]} {sequence} --steps 20"
     run_ranks(train_on_mesh, shape[0] * shape[1], tmp_path, text, shape, timeout=300)
@@ -120,8 +148,14 @@ def refuse(sizes, told):
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"heads": 6, "kv_heads": 6}, r"blocks\.0\.attention\.wq: .* 6 heads cannot be shared evenly by the 4 ranks"),
-        ({"heads": 8, "kv_heads": 2}, r"blocks\.0\.attention\.wk: .* 2 heads cannot be shared evenly by the 4 ranks"),
+        (
+            {"heads": 6, "kv_heads": 6},
+            r"blocks\.0\.attention\.wq: .* 6 heads cannot be shared evenly by the 4 ranks",
+        ),
+        (
+            {"heads": 8, "kv_heads": 2},
+            r"blocks\.0\.attention\.wk: .* 2 heads cannot be shared evenly by the 4 ranks",
+        ),
     ],
     ids=["queries", "keys"],
 )
@@ -148,10 +182,16 @@ def count_a_block(sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_block_costs_what_megatrons_costs(sequence_parallel):
-    names = ["all_gather_into_tensor", "reduce_scatter_tensor"] if sequence_parallel else ["all_reduce"]
+    names = (
+        ["all_gather_into_tensor", "reduce_scatter_tensor"]
+        if sequence_parallel
+        else ["all_reduce"]
+    )
     expected = {(name, backward): 2 for name in names for backward in (False, True)}
     if sequence_parallel:
-        expected["all_reduce", True] = 1  # the gradients of both norms, to which every rank has a part
+        expected["all_reduce", True] = (
+            1  # the gradients of both norms, to which every rank has a part
+        )
     for found in run_ranks(count_a_block, 4, sequence_parallel):
         assert Counter(found) == expected
 
@@ -159,13 +199,21 @@ def test_a_block_costs_what_megatrons_costs(sequence_parallel):
 TWO_LAYERS = {  # two exchanges a layer, one for the embedding and one for the head
     "": {("tp", "forward", "all-reduce"): 5, ("tp", "backward", "all-reduce"): 5},
     "--sequence-parallel": {
-        **{("tp", way, name): 5 for way in ("forward", "backward") for name in ("all-gather", "reduce-scatter")},
+        **{
+            ("tp", way, name): 5
+            for way in ("forward", "backward")
+            for name in ("all-gather", "reduce-scatter")
+        },
         ("all axes", "backward", "all-reduce"): 1,  # the gradients of the norms
     },
 }
 EVERY_STEP = {
     ("dp", "backward", "all-reduce"): 1,  # all other gradients
-    ("dp", "numbers", "all-reduce"): 2,  # how many targets there are, and the loss to report it
+    (
+        "dp",
+        "numbers",
+        "all-reduce",
+    ): 2,  # how many targets there are, and the loss to report it
     ("tp", "numbers", "all-gather"): 1,  # the norm of all gradients
 }
 
@@ -173,9 +221,14 @@ EVERY_STEP = {
 @SEQUENCE
 def test_a_step_costs_what_megatrons_costs(tmp_path, sequence):
     run_ranks(train_on_mesh, 4, tmp_path, f"{sequence} --steps 2", (2, 2))
-    found = {kind: count for kind, (count, _) in demo.counted(tmp_path / "collectives.json").items()}
+    found = {
+        kind: count
+        for kind, (count, _) in demo.counted(tmp_path / "collectives.json").items()
+    }
     expected = Counter(TWO_LAYERS[sequence]) + Counter(EVERY_STEP)
-    expected["tp", "forward", "all-gather"] += 1  # the loss: of all ranks the largest logit, the sum and the target's
+    expected["tp", "forward", "all-gather"] += (
+        1  # the loss: of all ranks the largest logit, the sum and the target's
+    )
     assert found == expected
     options = options_of(tmp_path, "")
     recipe = {
@@ -200,7 +253,13 @@ def test_going_on_from_a_checkpoint_equals_one_go(tmp_path):
     compare(one, tmp_path / "mesh_to_one")
     for shape, sequence in ((2, 2), ""), ((1, 4), "--sequence-parallel"):
         out = tmp_path / f"one_to_{shape[0]}x{shape[1]}"
-        run_ranks(train_on_mesh, 4, out, f"--steps 10 --resume {tmp_path / 'half'} {sequence}", shape)
+        run_ranks(
+            train_on_mesh,
+            4,
+            out,
+            f"--steps 10 --resume {tmp_path / 'half'} {sequence}",
+            shape,
+        )
         compare(one, out)
 
 
@@ -208,7 +267,9 @@ def test_a_checkpoint_that_is_being_written_is_not_taken(tmp_path):
     train_alone(tmp_path, "--steps 4 --save-every 2")
     (tmp_path / "step-00000006").mkdir()
     (tmp_path / "step-00000006" / "data-0123456789abcdef-00000.safetensors.tmp").touch()
-    assert [folder.name for folder in sorted(tmp_path.glob("step*"))] == [f"step-0000000{n}" for n in (2, 4, 6)]
+    assert [folder.name for folder in sorted(tmp_path.glob("step*"))] == [
+        f"step-0000000{n}" for n in (2, 4, 6)
+    ]
     assert train.latest(tmp_path) == tmp_path / "step-00000004"
     assert train.latest(tmp_path / "step-00000002") == tmp_path / "step-00000002"
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
@@ -224,22 +285,33 @@ def test_random_numbers_go_on_too(tmp_path):
 
 
 def test_ranks_share_the_rows_of_one_batch():
-    whole, parts = data.Corpus(6, 10, seed=3), [data.Corpus(6, 10, seed=3, part=part, parts=3) for part in range(3)]
+    whole, parts = (
+        data.Corpus(6, 10, seed=3),
+        [data.Corpus(6, 10, seed=3, part=part, parts=3) for part in range(3)],
+    )
     for draw in ("training", "held_out"):
         rows = [getattr(part, draw)(7) for part in parts]
-        for mine, true in zip(zip(*rows, strict=True), getattr(whole, draw)(7), strict=True):
+        for mine, true in zip(
+            zip(*rows, strict=True), getattr(whole, draw)(7), strict=True
+        ):
             assert torch.equal(torch.cat(mine), true)
     ids, targets = whole.training(7)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     assert not torch.equal(ids, whole.training(8)[0])
     assert not torch.equal(ids, data.Corpus(6, 10, seed=4).training(7)[0])
-    with pytest.raises(ValueError, match="a batch of 6 sequences cannot be shared evenly by 4"):
+    with pytest.raises(
+        ValueError, match="a batch of 6 sequences cannot be shared evenly by 4"
+    ):
         data.Corpus(6, 10, seed=3, part=0, parts=4)
 
 
 def test_the_model_knows_nothing_of_parallelism():
     text = (EXAMPLE / "model.py").read_text()
-    assert not re.search(r"parallel|distribut|mesh|shard|dtensor|\branks?\b|collective", text, re.IGNORECASE)
+    assert not re.search(
+        r"parallel|distribut|mesh|shard|dtensor|\branks?\b|collective",
+        text,
+        re.IGNORECASE,
+    )
 
 
 def test_a_mesh_needs_processes(tmp_path):

@@ -6,7 +6,14 @@ import torch
 from torch.distributed import tensor as theirs
 from torch.distributed.tensor import experimental
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.interop import mesh_to_native
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard import OperatorError, local_map, register_sharding
@@ -14,11 +21,18 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS
 from hyper_parallel.testing import on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-_NATIVE = {R: theirs.Replicate(), S0: theirs.Shard(0), S1: theirs.Shard(1), P: theirs.Partial()}
+_NATIVE = {
+    R: theirs.Replicate(),
+    S0: theirs.Shard(0),
+    S1: theirs.Shard(1),
+    P: theirs.Partial(),
+}
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def close(found, expected):
@@ -58,7 +72,11 @@ def test_local_map_is_that_of_torch():
     mesh = init_device_mesh("cpu", (2,))
 
     def both(pair, scale, plain):
-        return {"sum": pair[0] * scale + plain, "number": 3, "second": pair[1].sum(0, keepdim=True)}
+        return {
+            "sum": pair[0] * scale + plain,
+            "number": 3,
+            "second": pair[1].sum(0, keepdim=True),
+        }
 
     x, y = draw(4, 6), draw(4, 6, seed=1)
     plain = draw(4, 3, seed=2)
@@ -69,7 +87,9 @@ def test_local_map_is_that_of_torch():
         theirs.DTensor.from_local(t.to_local(), mesh_to_native(mesh), native(p))
         for t, p in zip(mine, ([S1], [S0]), strict=True)
     ]
-    expected = experimental.local_map(both, tuple(map(native, outs)), tuple(map(native, ins)))(put, 2.0, plain)
+    expected = experimental.local_map(
+        both, tuple(map(native, outs)), tuple(map(native, ins))
+    )(put, 2.0, plain)
     assert found["number"] == expected["number"] == 3
     for name in ("sum", "second"):
         assert found[name].shape == expected[name].shape
@@ -81,7 +101,9 @@ def test_local_map_on_two_meshes_and_uneven_shards():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     x, y = draw(3, 4), draw(4, 5, seed=1)
     mapped = local_map(torch.mm, [S0], ([S0], [R]), device_mesh=mesh["y"])
-    found = mapped(distribute_tensor(x, mesh["y"], [S0]), distribute_tensor(y, mesh["x"], [R]))
+    found = mapped(
+        distribute_tensor(x, mesh["y"], [S0]), distribute_tensor(y, mesh["x"], [R])
+    )
     assert found.device_mesh == mesh["y"]
     assert found.shape == (3, 5)
     close(found.full_tensor(), x @ y)
@@ -100,8 +122,14 @@ def test_local_map_refuses_what_does_not_fit():
         (lambda: twice(x), "redistribute_inputs=True.*HP317"),
         (lambda: twice(x, x), "for 2 arguments.*HP317"),
         (lambda: local_map(torch.neg, [S0], (None,))(x), "None for it.*HP317"),
-        (lambda: local_map(torch.neg, [S0], ([S0],), (None,))(x), "in_grad_placements must say.*HP317"),
-        (lambda: local_map(torch.neg, ([S0], [S0]), ([S0],))(x), "1 results, got 2.*HP308"),
+        (
+            lambda: local_map(torch.neg, [S0], ([S0],), (None,))(x),
+            "in_grad_placements must say.*HP317",
+        ),
+        (
+            lambda: local_map(torch.neg, ([S0], [S0]), ([S0],))(x),
+            "1 results, got 2.*HP308",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             call()
@@ -115,20 +143,33 @@ def test_local_map_refuses_what_does_not_fit():
 def test_registered_shardings_are_chosen_by_their_cost():
     library = torch.library.Library("hyper_parallel_tests", "FRAGMENT")
     library.define("row_scale(Tensor x, Tensor w, int dim) -> (Tensor, Tensor)")
-    library.impl("row_scale", lambda x, w, dim: (x * w, x.sum(dim)), "CompositeImplicitAutograd")
+    library.impl(
+        "row_scale", lambda x, w, dim: (x * w, x.sum(dim)), "CompositeImplicitAutograd"
+    )
     row_scale = torch.ops.hyper_parallel_tests.row_scale
 
     @register_sharding(row_scale.default)
     def shardings(x, w, dim):
         assert (x.ndim, w.ndim) == (2, 1)
-        return [([S0, S0 if dim == 1 else P], [S0, R, None]), ([S1, P if dim == 1 else S0], [S1, S0, None])]
+        return [
+            ([S0, S0 if dim == 1 else P], [S0, R, None]),
+            ([S1, P if dim == 1 else S0], [S1, S0, None]),
+        ]
 
     try:
         mesh = init_device_mesh("cpu", (2, 2))
         for dim in (0, 1):
-            for xs, ws in (([S0, S0], [R, R]), ([S1, S0], [S0, R]), ([R, S1], [R, R]), ([R, R], [S0, S0])):
+            for xs, ws in (
+                ([S0, S0], [R, R]),
+                ([S1, S0], [S0, R]),
+                ([R, S1], [R, R]),
+                ([R, R], [S0, S0]),
+            ):
                 plain = [draw(4, 8).requires_grad_(), draw(8, seed=1).requires_grad_()]
-                mine = [distribute_tensor(t.detach(), mesh, p) for t, p in zip(plain, (xs, ws), strict=True)]
+                mine = [
+                    distribute_tensor(t.detach(), mesh, p)
+                    for t, p in zip(plain, (xs, ws), strict=True)
+                ]
                 mine = [t.requires_grad_() for t in mine]
                 with CommunicationLedger(mesh) as ledger:
                     found = row_scale(*mine, dim)

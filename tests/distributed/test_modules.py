@@ -40,7 +40,9 @@ def net():
 
 
 def data():
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def same(mine, true):
@@ -60,7 +62,11 @@ def columns_then_rows(name, module, mesh):
     if placements:
         for key, wanted in zip(("weight", "bias"), placements, strict=True):
             if wanted:
-                setattr(module, key, nn.Parameter(distribute_tensor(getattr(module, key), mesh, wanted)))
+                setattr(
+                    module,
+                    key,
+                    nn.Parameter(distribute_tensor(getattr(module, key), mesh, wanted)),
+                )
 
 
 @on_ranks(2)
@@ -73,7 +79,13 @@ def test_distribute_module_distributes_everything():
         seen.append(type(module).__name__)
         return tuple(distribute_tensor(x, mesh, R) for x in inputs)
 
-    model = distribute_module(net(), mesh, columns_then_rows, enter, lambda _, out, mesh: out.redistribute().to_local())
+    model = distribute_module(
+        net(),
+        mesh,
+        columns_then_rows,
+        enter,
+        lambda _, out, mesh: out.redistribute().to_local(),
+    )
     assert seen == []
     assert all(isinstance(t, DTensor) for t in (*model.parameters(), *model.buffers()))
     assert model.up.weight.placements == (Shard(0),)
@@ -87,7 +99,9 @@ def test_distribute_module_distributes_everything():
     for mine, true in zip(model.parameters(), expected.parameters(), strict=True):
         same(mine.grad, true.grad)
         assert mine.grad.placements == mine.placements
-    with pytest.raises(RuntimeError, match="distribute_module: the module is distributed already"):
+    with pytest.raises(
+        RuntimeError, match="distribute_module: the module is distributed already"
+    ):
         distribute_module(model, mesh)
 
 
@@ -132,7 +146,9 @@ def test_a_plan_by_name_in_either_form():
     whole.pow(2).sum().backward()
     for mine, true in zip(model.parameters(), expected.parameters(), strict=True):
         same(mine.grad, true.grad)
-    with pytest.raises(ValueError, match="'up.wieght' matches no parameter; did you mean up.weight"):
+    with pytest.raises(
+        ValueError, match="'up.wieght' matches no parameter; did you mean up.weight"
+    ):
         shard_module(net(), mesh, ShardingPlan({"up.wieght": [Replicate(), Shard(0)]}))
     with pytest.raises(ValueError, match="parameter up.weight already lies in"):
         shard_module(model, mesh, ShardingPlan({"up.weight": [Replicate(), Shard(0)]}))
@@ -154,7 +170,9 @@ def test_inputs_by_position_and_keyword():
     assert made["y"].placements == (Shard(1),)
     same(made["y"], data() * data() * 2)
     plan = ShardingPlan({}, {"": [S0, R]})
-    assert shard_module(Two(), mesh, plan)(data(), data())["y"].placements == (Shard(0),)
+    assert shard_module(Two(), mesh, plan)(data(), data())["y"].placements == (
+        Shard(0),
+    )
 
 
 @on_ranks(2)
@@ -169,9 +187,13 @@ def test_state_dicts_casts_copies_and_hooks():
     other = distribute_module(Net().double(), mesh, columns_then_rows)
     assert not torch.equal(other.up.weight.to_local(), model.up.weight.to_local())
     other.load_state_dict(state)
-    for mine, true in zip(other.state_dict().values(), expected.state_dict().values(), strict=True):
+    for mine, true in zip(
+        other.state_dict().values(), expected.state_dict().values(), strict=True
+    ):
         same(mine, true)
-    rowwise = distribute_module(Net().double(), mesh)  # another layout: load_state_dict redistributes
+    rowwise = distribute_module(
+        Net().double(), mesh
+    )  # another layout: load_state_dict redistributes
     rowwise.load_state_dict(state)
     same(rowwise.up.weight, expected.up.weight)
     assert rowwise.up.weight.placements == (Replicate(),)
@@ -189,9 +211,13 @@ def test_state_dicts_casts_copies_and_hooks():
     assert not any(p.requires_grad for p in model.parameters())
     model.requires_grad_(True)
     seen = []
-    model.up.register_forward_hook(lambda m, i, out: seen.append(("forward", type(out).__name__, tuple(out.shape))))
+    model.up.register_forward_hook(
+        lambda m, i, out: seen.append(("forward", type(out).__name__, tuple(out.shape)))
+    )
     model.up.register_full_backward_hook(
-        lambda m, gi, go: seen.append(("backward", type(go[0]).__name__, tuple(go[0].shape)))
+        lambda m, gi, go: seen.append(
+            ("backward", type(go[0]).__name__, tuple(go[0].shape))
+        )
     )
     x = distribute_tensor(data().requires_grad_(), mesh, R)
     with warnings.catch_warnings():

@@ -9,7 +9,13 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from against_plain import check_gradients, check_results
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import on_ranks
@@ -19,7 +25,9 @@ WIDTH, HEADS, BATCH, LENGTH, KEYS = 12, 4, 5, 3, 6
 
 
 def drawn(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def booleans(*shape):
@@ -35,8 +43,13 @@ def cut_by(placements):
     def cut(name, module, mesh):
         for key, parameter in list(module.named_parameters(recurse=False)):
             path = f"{name}.{key}"
-            wanted = next((p for end, p in placements.items() if path.endswith(end)), [R] * mesh.ndim)
-            setattr(module, key, nn.Parameter(distribute_tensor(parameter, mesh, wanted)))
+            wanted = next(
+                (p for end, p in placements.items() if path.endswith(end)),
+                [R] * mesh.ndim,
+            )
+            setattr(
+                module, key, nn.Parameter(distribute_tensor(parameter, mesh, wanted))
+            )
 
     return cut
 
@@ -54,28 +67,44 @@ def compare(mesh, make, inputs, keywords, placements, inputs_placements):
         for x, p in zip(inputs, inputs_placements, strict=True)
     ]
     masks = {
-        key: distribute_tensor(value, mesh, [R] * mesh.ndim) if isinstance(value, torch.Tensor) else value
+        key: distribute_tensor(value, mesh, [R] * mesh.ndim)
+        if isinstance(value, torch.Tensor)
+        else value
         for key, value in keywords.items()
     }
     with warnings.catch_warnings(), strict():
         warnings.simplefilter("error")
         found = mine(*of(plain, tensors), **masks)
     expected = plain(*of(plain, sources), **keywords)
-    weights = [drawn(*true.shape, seed=20 + number) for number, true in enumerate(flat(expected))]
+    weights = [
+        drawn(*true.shape, seed=20 + number)
+        for number, true in enumerate(flat(expected))
+    ]
     losses = check_results(flat(found), flat(expected), weights)
     if grads:
-        pairs = [*zip(mine.parameters(), plain.parameters(), strict=True), *zip(tensors, sources, strict=True)]
+        pairs = [
+            *zip(mine.parameters(), plain.parameters(), strict=True),
+            *zip(tensors, sources, strict=True),
+        ]
         check_gradients(losses, pairs)
     return found
 
 
 def of(module, tensors):
     """Self-attention gets one tensor three times."""
-    return tensors * 3 if isinstance(module, nn.MultiheadAttention) and len(tensors) == 1 else tensors
+    return (
+        tensors * 3
+        if isinstance(module, nn.MultiheadAttention) and len(tensors) == 1
+        else tensors
+    )
 
 
 def flat(results):
-    return [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+    return [
+        x
+        for x in (results if isinstance(results, tuple) else (results,))
+        if x is not None
+    ]
 
 
 HEADS_CUT = {"in_proj_weight": [S0], "in_proj_bias": [S0], "out_proj.weight": [S1]}
@@ -94,7 +123,11 @@ MODULES = {  # the module's arguments, the shapes of its inputs, the other argum
     "without weights": ({}, SELF, {"need_weights": False}),
     "every head": ({"bias": False}, CROSS, {"average_attn_weights": False}),
     "masked": ({}, CROSS, {"attn_mask": drawn(LENGTH, KEYS)}),
-    "masked by booleans": ({}, CROSS, {"attn_mask": booleans(LENGTH, KEYS), "need_weights": False}),
+    "masked by booleans": (
+        {},
+        CROSS,
+        {"attn_mask": booleans(LENGTH, KEYS), "need_weights": False},
+    ),
     "masked by heads": ({}, CROSS, {"attn_mask": drawn(BATCH * HEADS, LENGTH, KEYS)}),
     "padded": ({}, CROSS, {"key_padding_mask": booleans(BATCH, KEYS)}),
     "padded and masked": (
@@ -109,17 +142,36 @@ MODULES = {  # the module's arguments, the shapes of its inputs, the other argum
     "causal": (
         {},
         SELF,
-        {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True, "need_weights": False},
+        {
+            "attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(),
+            "is_causal": True,
+            "need_weights": False,
+        },
     ),
-    "causal, with weights": ({}, SELF, {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True}),
+    "causal, with weights": (
+        {},
+        SELF,
+        {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True},
+    ),
     "more keys": (
         {"add_bias_kv": True, "add_zero_attn": True},
         CROSS,
-        {"key_padding_mask": booleans(BATCH, KEYS), "attn_mask": booleans(LENGTH, KEYS)},
+        {
+            "key_padding_mask": booleans(BATCH, KEYS),
+            "attn_mask": booleans(LENGTH, KEYS),
+        },
     ),
-    "more keys, without weights": ({"add_bias_kv": True, "add_zero_attn": True}, SELF, {"need_weights": False}),
+    "more keys, without weights": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        SELF,
+        {"need_weights": False},
+    ),
     "separate": ({"kdim": 7, "vdim": 9, "add_bias_kv": True}, SIDES, {}),
-    "separate, without weights": ({"kdim": 7, "vdim": 9}, SIDES, {"need_weights": False}),
+    "separate, without weights": (
+        {"kdim": 7, "vdim": 9},
+        SIDES,
+        {"need_weights": False},
+    ),
     "unbatched": ({}, [(LENGTH, WIDTH)], {}),
     "unbatched and padded": (
         {},
@@ -155,7 +207,9 @@ def test_batches_stay_where_they_are_and_heads_are_summed_once():
 
     def attention(placements):
         torch.manual_seed(0)
-        return distribute_module(nn.MultiheadAttention(WIDTH, HEADS).double(), mesh, cut_by(placements))
+        return distribute_module(
+            nn.MultiheadAttention(WIDTH, HEADS).double(), mesh, cut_by(placements)
+        )
 
     module = attention({})
     batch = distribute_tensor(x, mesh, [S1])
@@ -172,7 +226,11 @@ def test_batches_stay_where_they_are_and_heads_are_summed_once():
 
 LAYERS = {
     "encoder": (nn.TransformerEncoderLayer, {}, 1),
-    "encoder, norm first": (nn.TransformerEncoderLayer, {"norm_first": True, "activation": "gelu"}, 1),
+    "encoder, norm first": (
+        nn.TransformerEncoderLayer,
+        {"norm_first": True, "activation": "gelu"},
+        1,
+    ),
     "decoder": (nn.TransformerDecoderLayer, {}, 2),
 }
 
@@ -192,7 +250,9 @@ def test_layers_of_transformers(name):
     for training in (True, False):
 
         def make(training=training):
-            return kind(WIDTH, HEADS, 10, dropout=0.0, batch_first=True, **arguments).train(training)
+            return kind(
+                WIDTH, HEADS, 10, dropout=0.0, batch_first=True, **arguments
+            ).train(training)
 
         masks = {"src_key_padding_mask": booleans(BATCH, LENGTH)} if count == 1 else {}
         for placements, where in [({}, [S0]), (cut, [R]), (cut, [S0])]:
@@ -247,7 +307,9 @@ def test_keys_and_values_that_are_given():
             static_v=static_v,
         )
 
-    mine = [distribute_tensor(x, mesh, [S1 if i < 3 else R]) for i, x in enumerate(plain)]
+    mine = [
+        distribute_tensor(x, mesh, [S1 if i < 3 else R]) for i, x in enumerate(plain)
+    ]
     for one, true in zip(call(*mine), call(*plain), strict=True):
         torch.testing.assert_close(one.full_tensor(), true)
 
@@ -262,6 +324,20 @@ def test_what_does_not_fit_is_refused():
         module(x, x, x, attn_mask=mask)
     with pytest.raises(ValueError, match="is_causal"):
         F.multi_head_attention_forward(
-            *(x, x, x, WIDTH, HEADS, module.in_proj_weight, None, None, None, False, 0.0, module.out_proj.weight, None),
+            *(
+                x,
+                x,
+                x,
+                WIDTH,
+                HEADS,
+                module.in_proj_weight,
+                None,
+                None,
+                None,
+                False,
+                0.0,
+                module.out_proj.weight,
+                None,
+            ),
             is_causal=True,
         )

@@ -64,8 +64,12 @@ def notebook(request):
 
 
 def test_a_plan_is_verified_from_a_notebook(notebook):
-    notebook.run('report = verify(make_model, plan, "tp=2", batch, loss=loss)\nreport.check()')
-    notebook.run('report = verify(Model, plan, "tp=2", batch, loss=loss)\nreport.check()')
+    notebook.run(
+        'report = verify(make_model, plan, "tp=2", batch, loss=loss)\nreport.check()'
+    )
+    notebook.run(
+        'report = verify(Model, plan, "tp=2", batch, loss=loss)\nreport.check()'
+    )
     wrong = 'verify(make_model, {"up": ColwiseParallel(), "down": ColwiseParallel()}, "tp=2", batch, loss=loss)'
     notebook.run(f"wrong = {wrong}")
     assert not notebook.names["wrong"].ok
@@ -84,7 +88,11 @@ def test_what_is_sent(notebook):
 def test_what_cannot_be_sent_is_named(notebook):
     notebook.names["lock"] = threading.Lock()
     notebook.run("def broken():\n    return lock\n\nanonymous = lambda: 0")
-    with pytest.raises(ValueError, match="broken refers to lock, which cannot be sent.*HP711"):
+    with pytest.raises(
+        ValueError, match="broken refers to lock, which cannot be sent.*HP711"
+    ):
         TypedIn.of(notebook.names["broken"])
-    with pytest.raises(ValueError, match="must be defined by a statement at the level of its cell"):
+    with pytest.raises(
+        ValueError, match="must be defined by a statement at the level of its cell"
+    ):
         TypedIn.of(notebook.names["anonymous"])

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.shard import OperatorError
 from hyper_parallel.core.tensor_parallel import Replicated, replicate
@@ -59,12 +64,21 @@ def plan(**more):
 
 def compare_encoder(model, ids, whole):
     plain = model_of()
-    for mine, true in ((model.encoder(ids), plain.encoder(whole)), (model(ids), plain(whole))):
+    for mine, true in (
+        (model.encoder(ids), plain.encoder(whole)),
+        (model(ids), plain(whole)),
+    ):
         torch.testing.assert_close(mine.full_tensor(), true)
         mine.square().sum().backward()
         true.square().sum().backward()
-    for (name, one), true in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), true.grad, msg=lambda m: f"{name}: {m}")  # noqa: B023
+    for (name, one), true in zip(
+        model.named_parameters(), plain.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            one.grad.full_tensor(),
+            true.grad,
+            msg=lambda m: f"{name}: {m}",  # noqa: B023
+        )
 
 
 @on_ranks(4)
@@ -79,8 +93,13 @@ def test_a_module_with_a_style_of_its_own_is_called_by_itself():
 
 @on_ranks(2)
 def test_one_without_is_refused_with_what_to_do():
-    model = parallelize_module(model_of(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
-    with pytest.raises(OperatorError, match=r"called by itself needs the style Replicated\(\).*resize_token.*HP304"):
+    model = parallelize_module(
+        model_of(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan()
+    )
+    with pytest.raises(
+        OperatorError,
+        match=r"called by itself needs the style Replicated\(\).*resize_token.*HP304",
+    ):
         model.encoder(torch.arange(6)[None])
 
 
@@ -88,9 +107,12 @@ def test_one_without_is_refused_with_what_to_do():
 def test_a_table_that_is_named_once_is_warned_of():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     ids = torch.arange(6)[None]
-    once = {name: style for name, style in plan().items() if name != "encoder.embed_tokens"}
+    once = {
+        name: style for name, style in plan().items() if name != "encoder.embed_tokens"
+    }
     with pytest.warns(
-        UserWarning, match=r"'encoder.embed_tokens' shares its table with 'shared'.*RowwiseParallel"
+        UserWarning,
+        match=r"'encoder.embed_tokens' shares its table with 'shared'.*RowwiseParallel",
     ) as told:
         forgotten = parallelize_module(model_of(), mesh, once)
     assert len(told) == 1
@@ -98,7 +120,11 @@ def test_a_table_that_is_named_once_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         named = parallelize_module(model_of(), mesh, plan())
-        parallelize_module(model_of(), mesh, {"head": ColwiseParallel(use_local_output=False), "": Replicated()})
+        parallelize_module(
+            model_of(),
+            mesh,
+            {"head": ColwiseParallel(use_local_output=False), "": Replicated()},
+        )
     for model in (forgotten, named):
         with CommunicationLedger(mesh) as ledger:
             found = model(ids)

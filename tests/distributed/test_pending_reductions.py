@@ -4,7 +4,14 @@
 import pytest
 import torch
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.testing import on_ranks
 
 R, S0 = Replicate(), Shard(0)
@@ -18,13 +25,21 @@ def mesh_of_two():
 def parts_of(op):
     """Two parts, and what they are reduced to."""
     parts = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)
-    reduce = {"sum": parts.sum, "avg": parts.mean, "max": parts.amax, "min": parts.amin, "prod": parts.prod}
+    reduce = {
+        "sum": parts.sum,
+        "avg": parts.mean,
+        "max": parts.amax,
+        "min": parts.amin,
+        "prod": parts.prod,
+    }
     return parts, reduce[op](0)
 
 
 def pending(mesh, op, recorded):
     parts, _ = parts_of(op)
-    return DTensor.from_local(parts[mesh.rank].clone().requires_grad_(recorded), mesh, [Partial(op)])
+    return DTensor.from_local(
+        parts[mesh.rank].clone().requires_grad_(recorded), mesh, [Partial(op)]
+    )
 
 
 USES = {
@@ -45,19 +60,36 @@ USES = {
 def test_a_copy_beside_it_gets_its_whole_gradient(op, recorded):
     mesh, (_, value) = mesh_of_two(), parts_of(op)
     for name, use in USES.items():
-        plain = [value.clone().requires_grad_(), torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)]
+        plain = [
+            value.clone().requires_grad_(),
+            torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True),
+        ]
         if name == "scatter_add":
             use(*plain).sum().backward()
             index = distribute_tensor(torch.zeros(2, dtype=torch.int64), mesh, [R])
-            mine = [pending(mesh, op, recorded), distribute_tensor(plain[1].detach(), mesh, [R]).requires_grad_()]
+            mine = [
+                pending(mesh, op, recorded),
+                distribute_tensor(plain[1].detach(), mesh, [R]).requires_grad_(),
+            ]
             (mine[0].scatter_add(0, index, mine[1]) ** 2).sum().backward()
         else:
             use(*plain).sum().backward()
-            mine = [pending(mesh, op, recorded), distribute_tensor(plain[1].detach(), mesh, [R]).requires_grad_()]
+            mine = [
+                pending(mesh, op, recorded),
+                distribute_tensor(plain[1].detach(), mesh, [R]).requires_grad_(),
+            ]
             use(*mine).sum().backward()
-        torch.testing.assert_close(mine[1].grad.full_tensor(), plain[1].grad, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            mine[1].grad.full_tensor(),
+            plain[1].grad,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
         if recorded:
-            torch.testing.assert_close(mine[0].grad.full_tensor(), plain[0].grad, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine[0].grad.full_tensor(),
+                plain[0].grad,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
 @on_ranks(2)
@@ -68,7 +100,13 @@ def test_the_plain_part_gets_its_own_derivative(op):
     leaf = parts[mesh.rank].clone().requires_grad_()
     (DTensor.from_local(leaf, mesh, [Partial(op)]) ** 2).sum().backward()
     every = parts.clone().requires_grad_()
-    reduce = {"sum": every.sum, "avg": every.mean, "max": every.amax, "min": every.amin, "prod": every.prod}
+    reduce = {
+        "sum": every.sum,
+        "avg": every.mean,
+        "max": every.amax,
+        "min": every.amin,
+        "prod": every.prod,
+    }
     (reduce[op](0) ** 2).sum().backward()
     torch.testing.assert_close(leaf.grad, every.grad[mesh.rank])
 
@@ -113,7 +151,9 @@ def test_the_whole_passes_the_gradient_of_the_value_too(op):
 def test_a_product_that_is_recorded_after_one_that_is_not():
     mesh, gradients = mesh_of_two(), []
     for recorded in (False, True):
-        x = distribute_tensor(torch.tensor([[2.0], [3.0]]), mesh, [S0]).requires_grad_(recorded)
+        x = distribute_tensor(torch.tensor([[2.0], [3.0]]), mesh, [S0]).requires_grad_(
+            recorded
+        )
         product = x.prod(0)
         if recorded:
             product.register_hook(lambda g: gradients.append(g.full_tensor().item()))

@@ -30,7 +30,17 @@ def test_programs_are_the_same_for_everybody():
     assert run_ranks(_drawn_again, 2) == [lines, lines]
     assert len({len(one) for one in lines}) > 3
     every = " ".join(line for seed in range(150) for line in draw_program(seed))
-    for part in ("leaf(", "move(", "hook(", "_(", ".view(-1)", "] = ", "torch.cat", "F.linear", ".sum("):
+    for part in (
+        "leaf(",
+        "move(",
+        "hook(",
+        "_(",
+        ".view(-1)",
+        "] = ",
+        "torch.cat",
+        "F.linear",
+        ".sum(",
+    ):
         assert part in every
 
 
@@ -40,8 +50,18 @@ def _drawn_again():
 
 # --- controls: each fault makes a program wrong, or has the ranks disagree
 
-STALE = Case(0, ["v1 = leaf(1, (4,), 0)", "v2 = v1 * 1.0", "v3 = v2[1:3]", "v2.add_(2.0)"], (2,), "gradients")
-SECOND = Case(0, ["v1 = leaf(1, (4, 2), 0)", "v2 = v1.square().sum()"], (2,), "gradients of gradients")
+STALE = Case(
+    0,
+    ["v1 = leaf(1, (4,), 0)", "v2 = v1 * 1.0", "v3 = v2[1:3]", "v2.add_(2.0)"],
+    (2,),
+    "gradients",
+)
+SECOND = Case(
+    0,
+    ["v1 = leaf(1, (4, 2), 0)", "v2 = v1.square().sum()"],
+    (2,),
+    "gradients of gradients",
+)
 MOVED = Case(0, ["v1 = leaf(1, (4, 2), 0)", "v2 = move(v1, 6)"], (2,), "gradients")
 RIGHT = Case(0, ["v1 = leaf(1, (4,), 0)", "v2 = v1 * 1.0"], (2,), "accumulation")
 
@@ -83,7 +103,9 @@ def one_rank_that_stays_out():
         programs.OnMesh.move = usual
 
 
-FAULTS = {f.__name__: f for f in (stale_views, unsummed_second_order, one_rank_that_stays_out)}
+FAULTS = {
+    f.__name__: f for f in (stale_views, unsummed_second_order, one_rank_that_stays_out)
+}
 
 
 def judged_with(fault, cases):
@@ -101,7 +123,9 @@ def judged_with(fault, cases):
     ids=list(FAULTS),
 )
 def test_a_planted_fault_is_found(fault, case, outcome):
-    assert [kind for kind, _ in run_ranks(programs.judge_on_rank, 2, [RIGHT, case])[0]] == ["right", "right"]
+    assert [
+        kind for kind, _ in run_ranks(programs.judge_on_rank, 2, [RIGHT, case])[0]
+    ] == ["right", "right"]
     found = run_ranks(judged_with, 2, fault, [RIGHT, case])
     assert {kind for kind, _ in (one[-1] for one in found)} == {outcome}
     assert found[0][0][0] == "right"
@@ -114,7 +138,12 @@ def test_a_failure_is_minimised(monkeypatch):
 
     monkeypatch.setattr(programs, "judge_all", with_the_fault)
     padding = ["v7 = leaf(7, (2, 2), 0)", "v8 = v7.sin()", "hook(v8, 2.0)"]
-    long = Case(0, [padding[0], *STALE.lines[:2], *padding[1:], *STALE.lines[2:]], (2,), "gradients")
+    long = Case(
+        0,
+        [padding[0], *STALE.lines[:2], *padding[1:], *STALE.lines[2:]],
+        (2,),
+        "gradients",
+    )
     shortest, told = minimise(long)
     assert shortest.lines == STALE.lines
     assert "expected" in told
@@ -131,5 +160,10 @@ def test_the_page_tells_what_was_found():
     assert "| right | 1 |" in text
     assert "1 times: `add_: the target is a copy" in text
     published = programs.PAGE.read_text()
-    for bad in ("**wrong value, no error**", "raised another error", "ranks disagree", "hung"):
+    for bad in (
+        "**wrong value, no error**",
+        "raised another error",
+        "ranks disagree",
+        "hung",
+    ):
         assert f"| {bad} | 0 |" in published

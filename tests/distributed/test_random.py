@@ -8,7 +8,14 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.dtensor import rand, randn
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.testing import on_ranks
@@ -33,7 +40,10 @@ DROPS = {
     "dropout1d": (F.dropout1d, (64, 32, 2)),
     "dropout2d": (F.dropout2d, (64, 32, 2, 2)),
     "dropout3d": (F.dropout3d, (64, 32, 2, 2, 2)),
-    "feature_alpha_dropout": (lambda x: F.feature_alpha_dropout(x, training=True), (64, 32, 2)),
+    "feature_alpha_dropout": (
+        lambda x: F.feature_alpha_dropout(x, training=True),
+        (64, 32, 2),
+    ),
     "rrelu": (lambda x: F.rrelu(-x, training=True), (64, 32)),
     "bernoulli": (lambda x: torch.bernoulli(x * 0.5), (64, 32)),
     "bernoulli with p": (lambda x: x.bernoulli(0.5), (64, 32)),
@@ -55,8 +65,15 @@ def test_copies_draw_the_same_and_pieces_do_not():
             ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]
             for one, a in enumerate(ranks):
                 for other, b in enumerate(ranks[:one]):
-                    cut = [i != j for i, j, p in zip(a, b, placements, strict=True) if p.is_shard()]
-                    assert torch.equal(locals_[one], locals_[other]) != any(cut), (name, placements)
+                    cut = [
+                        i != j
+                        for i, j, p in zip(a, b, placements, strict=True)
+                        if p.is_shard()
+                    ]
+                    assert torch.equal(locals_[one], locals_[other]) != any(cut), (
+                        name,
+                        placements,
+                    )
             again = call(x)
             assert not torch.equal(again.to_local(), y.to_local()), name
 
@@ -104,7 +121,9 @@ def test_recompute_repeats_the_mask():
         w = distribute_tensor(weight.clone().requires_grad_(), mesh, [R, S0])
         loss = run(w)
         loss.redistribute().backward()
-        found.append((loss.full_tensor().detach(), w.grad.full_tensor(), torch.get_rng_state()))
+        found.append(
+            (loss.full_tensor().detach(), w.grad.full_tensor(), torch.get_rng_state())
+        )
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -125,7 +144,13 @@ def test_what_is_off_draws_nothing():
 def test_copies_are_alike_though_ranks_were_seeded_differently():
     """And though they draw different amounts, and are seeded anew, some of them or all."""
     rank = torch.distributed.get_rank()
-    seeds = [lambda: rank, lambda: 7, lambda: int(rank == 2), lambda: 0, lambda: 40 + rank]
+    seeds = [
+        lambda: rank,
+        lambda: 7,
+        lambda: int(rank == 2),
+        lambda: 0,
+        lambda: 40 + rank,
+    ]
     for sizes, placements in (((4,), [R]), ((2, 2), [R, S0]), ((2, 2), [R, R])):
         mesh = mesh_of(*sizes)
         for seed in seeds:
@@ -133,7 +158,13 @@ def test_copies_are_alike_though_ranks_were_seeded_differently():
             torch.rand(rank)
             x = distribute_tensor(torch.ones(64, 4), mesh, placements)
             layer = nn.Dropout(0.5)
-            drawn = [F.dropout(x), layer(x), x.clone().normal_(), torch.rand_like(x), torch.bernoulli(x * 0.5)]
+            drawn = [
+                F.dropout(x),
+                layer(x),
+                x.clone().normal_(),
+                torch.rand_like(x),
+                torch.bernoulli(x * 0.5),
+            ]
             drawn += [make((64, 4), mesh, placements) for make in (rand, randn)]
             for one in drawn:
                 copies = gathered(one.redistribute(mesh, [R] * mesh.ndim).to_local())
@@ -203,7 +234,11 @@ LIKE = {
 def test_fills_are_those_of_one_device_on_every_mesh():
     for shape in ((4,), (2, 2)):
         base = Layout(shape, tuple("xy"[: len(shape)]))
-        choices = [[R], [S0], [S1], [P]] if len(shape) == 1 else [[S0, S1], [S1, S1], [R, S0], [P, S1]]
+        choices = (
+            [[R], [S0], [S1], [P]]
+            if len(shape) == 1
+            else [[S0, S1], [S1, S1], [R, S0], [P, S1]]
+        )
         for placements in choices:
             layout = base(placements).bind(2)
             for name, fill in {**FILLS, **LIKE}.items():
@@ -215,16 +250,23 @@ def test_fills_are_those_of_one_device_on_every_mesh():
                 mine.requires_grad_(name.startswith("init"))
                 torch.manual_seed(11)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the decomposition of orthogonal_ has no rule
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # the decomposition of orthogonal_ has no rule
                     found = fill(mine)
                 assert torch.equal(torch.get_rng_state(), after), name
-                assert torch.equal(found.full_tensor().detach(), true.detach()), (name, placements)
+                assert torch.equal(found.full_tensor().detach(), true.detach()), (
+                    name,
+                    placements,
+                )
                 assert found.requires_grad == true.requires_grad, name
                 if name in FILLS:
                     assert found is mine, name
                     assert mine.placements == tuple(placements), name
                 else:
-                    assert found.placements == tuple(R if p is P else p for p in placements), name
+                    assert found.placements == tuple(
+                        R if p is P else p for p in placements
+                    ), name
 
 
 @on_ranks(4)
@@ -234,5 +276,7 @@ def test_bernoulli_by_a_tensor_of_probabilities():
     torch.manual_seed(1)
     true = torch.zeros(6, 5).bernoulli_(p)
     torch.manual_seed(1)
-    mine = distribute_tensor(torch.zeros(6, 5), mesh, [S0]).bernoulli_(distribute_tensor(p, mesh, [S1]))
+    mine = distribute_tensor(torch.zeros(6, 5), mesh, [S0]).bernoulli_(
+        distribute_tensor(p, mesh, [S1])
+    )
     assert torch.equal(mine.full_tensor(), true)

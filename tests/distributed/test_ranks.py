@@ -30,7 +30,9 @@ def describe(power, *, plus=0):
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_every_rank_runs_and_returns(count):
-    assert run_ranks(describe, count, 2, plus=1) == [rank**2 + 1 for rank in range(count)]
+    assert run_ranks(describe, count, 2, plus=1) == [
+        rank**2 + 1 for rank in range(count)
+    ]
     assert run_ranks(meet, count) == [count] * count
 
 
@@ -51,7 +53,9 @@ def test_an_exception_is_reported_with_its_traceback_and_frees_the_others():
     with pytest.raises(RankError) as raised:
         run_ranks(fail_on, 4, 1)
     message = str(raised.value)
-    assert message.startswith("test_ranks.py::fail_on on 4 ranks: rank 1 raised KeyError: 'the culprit'")
+    assert message.startswith(
+        "test_ranks.py::fail_on on 4 ranks: rank 1 raised KeyError: 'the culprit'"
+    )
     assert 'raise KeyError("the culprit")' in message
     assert isinstance(raised.value.__cause__, KeyError)
     assert set(raised.value.failures) == {0, 1, 2, 3}
@@ -66,10 +70,15 @@ def end(how, rank):
     meet()
 
 
-@pytest.mark.parametrize(("how", "words"), [("exit", "exit code 3"), ("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("exit", "exit code 3"), ("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV")],
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_is_named_and_replaced(how, words, rank):
-    with pytest.raises(RankError, match=f"::end on 2 ranks: rank {rank} died with .*{words}"):
+    with pytest.raises(
+        RankError, match=f"::end on 2 ranks: rank {rank} died with .*{words}"
+    ):
         run_ranks(end, 2, how, rank)
     assert run_ranks(meet, 2) == [2, 2]
 
@@ -85,7 +94,10 @@ def test_time_in_which_nobody_looks_is_not_idle(monkeypatch):
     now = 0.0
     monkeypatch.setattr(pool.time, "monotonic", lambda: now)
     monkeypatch.setattr(pool, "_processor_seconds", lambda _: 1.0)  # it uses no more
-    activity, ranks = pool._Activity(5.0), [SimpleNamespace(process=SimpleNamespace(pid=1))]
+    activity, ranks = (
+        pool._Activity(5.0),
+        [SimpleNamespace(process=SimpleNamespace(pid=1))],
+    )
     stopped = []
     for step in (0.1, 100.0, *[0.1] * 40):
         now += step
@@ -111,7 +123,9 @@ def spin_on(rank):
 
 
 def test_a_busy_hang_ends_at_the_timeout():
-    with pytest.raises(RankError, match="::spin_on on 2 ranks: rank 1 hung: it had not ended after 2 s"):
+    with pytest.raises(
+        RankError, match="::spin_on on 2 ranks: rank 1 hung: it had not ended after 2 s"
+    ):
         run_ranks(spin_on, 2, 1, timeout=2)
     assert run_ranks(meet, 2) == [2, 2]
 
@@ -200,7 +214,10 @@ def talk_and_fail():
 
 
 def test_what_a_failed_rank_wrote_is_shown():
-    with pytest.raises(RankError, match=r"(?s)ValueError: then this.*--- what rank \d wrote.*what I saw"):
+    with pytest.raises(
+        RankError,
+        match=r"(?s)ValueError: then this.*--- what rank \d wrote.*what I saw",
+    ):
         run_ranks(talk_and_fail, 2)
 
 
@@ -227,7 +244,10 @@ def only_one_rank_sees_the_error():
 
 
 def test_the_first_cause_stands_first():
-    with pytest.raises(RankError, match="rank 0 raised TypeError: all_reduce: expected a tensor, got str"):
+    with pytest.raises(
+        RankError,
+        match="rank 0 raised TypeError: all_reduce: expected a tensor, got str",
+    ):
         run_ranks(only_one_rank_sees_the_error, 2)
 
 
@@ -246,14 +266,20 @@ SESSION = """
 """
 
 
-SESSIONS = [([], "1 failed, 2 passed"), (["-x"], "1 failed, 1 passed"), (["-k", "last"], "1 passed, 2 deselected")]
+SESSIONS = [
+    ([], "1 failed, 2 passed"),
+    (["-x"], "1 failed, 1 passed"),
+    (["-k", "last"], "1 passed, 2 deselected"),
+]
 
 
 @pytest.mark.parametrize(("options", "counts"), SESSIONS if THOROUGH else SESSIONS[:1])
 def test_as_pytest_users_run_it(tmp_path, options, counts):
     (tmp_path / "test_session.py").write_text(textwrap.dedent(SESSION))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert counts in run.stdout, run.stdout + run.stderr
     if "failed" in counts:
         assert "test_session.py::test_dies on 2 ranks: rank " in run.stdout
@@ -273,7 +299,13 @@ SCRIPT = """
 def test_functions_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.stdout == "[42, 42]\n", run.stderr
 
 

@@ -61,30 +61,54 @@ def move(source, target, shape, shards, weights):
     with CommunicationLedger(source.mesh) as ledger:
         moved = redistribute(local, source, target, shape)
         (moved * torch.tensor(weights[place])).sum().backward()
-    return moved.detach().numpy(), local.grad.numpy(), (ledger.nbytes(backward=False), ledger.nbytes(backward=True))
+    return (
+        moved.detach().numpy(),
+        local.grad.numpy(),
+        (ledger.nbytes(backward=False), ledger.nbytes(backward=True)),
+    )
 
 
 def check(source, target, shape, seed):
     rng = np.random.default_rng(seed)
-    whole, weight = rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape), rng.standard_normal(shape)
+    whole, weight = (
+        rng.uniform(0.5, 2.0, shape) * rng.choice([-1.0, 1.0], shape),
+        rng.standard_normal(shape),
+    )
     shards = split_up(whole, source, rng)
-    weights = split_up(weight * share_of_averages(source, target), gradients_by_part(source, target, "max min"), rng)
-    results = run_ranks(move, source.mesh.size(), source, target, shape, shards, weights)
+    weights = split_up(
+        weight * share_of_averages(source, target),
+        gradients_by_part(source, target, "max min"),
+        rng,
+    )
+    results = run_ranks(
+        move, source.mesh.size(), source, target, shape, shards, weights
+    )
     places = coordinates(source)
     moved = {place: results[rank][0] for rank, place in enumerate(places)}
     for place in places:
         expected = [len(i) for i in own_indices(target, shape, place)]
         assert list(moved[place].shape) == expected
-    np.testing.assert_allclose(put_together(moved, target, shape), whole, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        put_together(moved, target, shape), whole, rtol=1e-10, atol=1e-10
+    )
     check_bytes(source, target, shape, [result[2] for result in results])
-    check_gradients(source, target, shape, weight, shards, {p: results[r][1] for r, p in enumerate(places)})
+    check_gradients(
+        source,
+        target,
+        shape,
+        weight,
+        shards,
+        {p: results[r][1] for r, p in enumerate(places)},
+    )
 
 
 def gradients_by_part(source, target, ops):
     """How the gradient arrives: as the tensor lies, whole where a sum is pending, and of a maximum or a product that
     became pending a part on every rank; of a product only the first part counts, the others are ones."""
     arriving = list(target.reset_partial().placements)
-    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
+    for axis, (before, after) in enumerate(
+        zip(source.placements, target.placements, strict=True)
+    ):
         if after.is_partial() and before != after and after.reduce_op in ops.split():
             arriving[axis] = Partial()
     return target.with_placements(arriving)
@@ -93,19 +117,28 @@ def gradients_by_part(source, target, ops):
 def share_of_averages(source, target):
     """What a part of an average that became pending gets of the gradient."""
     pairs = zip(source.placements, target.placements, source.mesh_shape, strict=True)
-    return 1 / np.prod([n for before, after, n in pairs if after.is_partial("avg") and before != after])
+    return 1 / np.prod(
+        [n for before, after, n in pairs if after.is_partial("avg") and before != after]
+    )
 
 
 def check_bytes(source, target, shape, received):
     """No rank receives more than the plans say, and some rank as much where the pieces are even."""
-    if any(p.is_partial() and p.reduce_op not in ("sum", "avg") for p in source.placements):
+    if any(
+        p.is_partial() and p.reduce_op not in ("sum", "avg") for p in source.placements
+    ):
         return  # these are reduced before the plan, and their backward has a plan of its own
     even = all(size % source.mesh.size() == 0 for size in shape)
-    backward = (gradients_by_part(source, target, "max min prod"), source.reset_partial())
+    backward = (
+        gradients_by_part(source, target, "max min prod"),
+        source.reset_partial(),
+    )
     for way, (before, after) in enumerate([(source, target), backward]):
         most = max(rank[way] for rank in received)
         planned = plan(before, after, shape, 8).nbytes
-        assert most == planned if even else most <= planned, plan(before, after, shape, 8).explain()
+        assert most == planned if even else most <= planned, plan(
+            before, after, shape, 8
+        ).explain()
 
 
 def check_gradients(source, target, shape, weight, shards, gradients):
@@ -113,12 +146,18 @@ def check_gradients(source, target, shape, weight, shards, gradients):
         mine = np.ix_(*own_indices(source, shape, place))
         expected = weight[mine]
         changed = [
-            (b, n) for b, a, n in zip(source.placements, target.placements, source.mesh_shape, strict=True) if b != a
+            (b, n)
+            for b, a, n in zip(
+                source.placements, target.placements, source.mesh_shape, strict=True
+            )
+            if b != a
         ]
         for placement, count in changed:
             if placement.is_partial("avg"):
                 expected = expected / count
-        if any(p.is_partial() and p.reduce_op in ("max", "min", "prod") for p, _ in changed):
+        if any(
+            p.is_partial() and p.reduce_op in ("max", "min", "prod") for p, _ in changed
+        ):
             expected = expected * nonlinear_share(source, target, shards, place)
         np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
 
@@ -127,18 +166,33 @@ def nonlinear_share(source, target, shards, place):
     """How the whole depends on a part, axis by axis: 1 for the part that won, the product of the others."""
     share = 1.0
     current = dict(shards)
-    for axis, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if not before.is_partial() or before == after or before.reduce_op not in ("max", "min", "prod"):
+    for axis, (before, after) in enumerate(
+        zip(source.placements, target.placements, strict=True)
+    ):
+        if (
+            not before.is_partial()
+            or before == after
+            or before.reduce_op not in ("max", "min", "prod")
+        ):
             continue
-        line = [(*place[:axis], i, *place[axis + 1 :]) for i in range(source.mesh_shape[axis])]
+        line = [
+            (*place[:axis], i, *place[axis + 1 :])
+            for i in range(source.mesh_shape[axis])
+        ]
         values = np.stack([current[p] for p in line])
         result = COMBINE[before.reduce_op](values, axis=0)
         own = current[place]
-        share = share * ((own == result) if before.reduce_op in ("max", "min") else result / own)
+        share = share * (
+            (own == result) if before.reduce_op in ("max", "min") else result / own
+        )
         reduced = {}
         for p in current:
-            its_line = [(*p[:axis], i, *p[axis + 1 :]) for i in range(source.mesh_shape[axis])]
-            reduced[p] = COMBINE[before.reduce_op](np.stack([current[q] for q in its_line]), axis=0)
+            its_line = [
+                (*p[:axis], i, *p[axis + 1 :]) for i in range(source.mesh_shape[axis])
+            ]
+            reduced[p] = COMBINE[before.reduce_op](
+                np.stack([current[q] for q in its_line]), axis=0
+            )
         current = reduced
     return share
 
@@ -146,7 +200,10 @@ def nonlinear_share(source, target, shards, place):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_any_layout_to_any_other(ranks):
     @settings(max_examples=80 if THOROUGH else 25, deadline=None, derandomize=True)
-    @given(meshes(ranks).flatmap(lambda mesh: layouts_on(mesh, count=2, longest=3)), st.integers(0, 1000))
+    @given(
+        meshes(ranks).flatmap(lambda mesh: layouts_on(mesh, count=2, longest=3)),
+        st.integers(0, 1000),
+    )
     def property_holds(drawn, seed):
         check(*drawn, seed)
 
@@ -177,7 +234,9 @@ def test_what_stays_is_not_touched():
     local = torch.ones(2, requires_grad=True)
     assert redistribute(local, layout([Shard(0)]), layout([Shard(-1)]), (8,)) is local
     moved = redistribute(local, layout([Replicate()]), layout([Partial("max")]), (2,))
-    (moved / 4).sum().backward()  # the parts that tie share the gradient, as those of a maximum do
+    (
+        moved / 4
+    ).sum().backward()  # the parts that tie share the gradient, as those of a maximum do
     assert local.grad.tolist() == [1, 1]
     assert get_platform().get_rank() == layout.mesh.get_coordinate()[0]
 

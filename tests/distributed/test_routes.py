@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -37,7 +44,11 @@ def plain_block(x, ws, out):
 @on_ranks(4)
 def test_q_k_v_of_one_input_cost_one_all_reduce_each_way():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    data, ws, out = draw(6, 8), [draw(12, 8, seed=i) for i in range(3)], draw(8, 12, seed=9)
+    data, ws, out = (
+        draw(6, 8),
+        [draw(12, 8, seed=i) for i in range(3)],
+        draw(8, 12, seed=9),
+    )
     x = leaf(data, mesh, R)
     weights, down = [leaf(w, mesh, S0) for w in ws], leaf(out, mesh, S1)
     with CommunicationLedger(mesh) as ledger:
@@ -62,7 +73,9 @@ def test_three_wrappings_of_one_plain_tensor_share_their_route():
     weights = [leaf(w, mesh, S0) for w in ws]
 
     def spread(x):
-        return sum(F.linear(DTensor.from_local(x, mesh, R), w).pow(2).sum() for w in weights)
+        return sum(
+            F.linear(DTensor.from_local(x, mesh, R), w).pow(2).sum() for w in weights
+        )
 
     for is_leaf in (True, False):
         x = data.clone().requires_grad_()
@@ -82,7 +95,11 @@ def test_three_wrappings_of_one_plain_tensor_share_their_route():
 @on_ranks(4)
 def test_a_gathered_input_costs_a_reduce_scatter():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    data, ws, out = draw(8, 8), [draw(12, 8, seed=i) for i in range(3)], draw(8, 12, seed=9)
+    data, ws, out = (
+        draw(8, 8),
+        [draw(12, 8, seed=i) for i in range(3)],
+        draw(8, 12, seed=9),
+    )
     one = [t.clone().requires_grad_() for t in (data, *ws, out)]
     plain_block(one[0], one[1:4], one[4]).pow(2).sum().backward()
     x = leaf(data, mesh, S0)
@@ -91,8 +108,14 @@ def test_a_gathered_input_costs_a_reduce_scatter():
         y = plain_block((x * 1).redistribute(), weights, down)
         rows = y.redistribute(mesh, S0)
         rows.pow(2).sum().backward()
-    assert ledger.counts(backward=False) == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
-    assert ledger.counts(backward=True) == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+    assert ledger.counts(backward=False) == {
+        "all_gather_into_tensor": 1,
+        "reduce_scatter_tensor": 1,
+    }
+    assert ledger.counts(backward=True) == {
+        "all_gather_into_tensor": 1,
+        "reduce_scatter_tensor": 1,
+    }
     for mine, true in zip((x, *weights, down), one, strict=True):
         same(mine.grad, true.grad)
 
@@ -118,14 +141,30 @@ def test_an_implicit_gather_is_done_once_for_all_consumers():
 def test_sharded_and_replicated_consumers_of_one_tensor():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, w, u = draw(6, 8), draw(12, 8, seed=1), draw(5, 8, seed=2)
-    for placements in ([Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+    for placements in (
+        [Replicate(), Replicate()],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(1)],
+        [Shard(0), Shard(0)],
+    ):
         x = leaf(data, mesh, placements)
-        cut, copied = leaf(w, mesh, [Replicate(), Shard(0)]), leaf(u, mesh, [Replicate(), Replicate()])
+        cut, copied = (
+            leaf(w, mesh, [Replicate(), Shard(0)]),
+            leaf(u, mesh, [Replicate(), Replicate()]),
+        )
         whole = x.redistribute(mesh, [placements[0], Replicate()]) * 1
-        loss = F.linear(whole, cut).pow(2).sum() + F.linear(whole, copied).pow(3).sum() + (whole * 3).sum()
+        loss = (
+            F.linear(whole, cut).pow(2).sum()
+            + F.linear(whole, copied).pow(3).sum()
+            + (whole * 3).sum()
+        )
         loss.backward()
         one = [t.clone().requires_grad_() for t in (data, w, u)]
-        truth = F.linear(one[0], one[1]).pow(2).sum() + F.linear(one[0], one[2]).pow(3).sum() + (one[0] * 3).sum()
+        truth = (
+            F.linear(one[0], one[1]).pow(2).sum()
+            + F.linear(one[0], one[2]).pow(3).sum()
+            + (one[0] * 3).sum()
+        )
         truth.backward()
         same(loss, truth)
         for mine, true in zip((x, cut, copied), one, strict=True):
@@ -135,7 +174,11 @@ def test_sharded_and_replicated_consumers_of_one_tensor():
 @on_ranks(4)
 def test_tied_weights_and_accumulation_over_several_backward_calls():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    table, tokens, scale = draw(12, 8), torch.tensor([[3, 1, 4], [1, 5, 11]]), draw(8, seed=3)
+    table, tokens, scale = (
+        draw(12, 8),
+        torch.tensor([[3, 1, 4], [1, 5, 11]]),
+        draw(8, seed=3),
+    )
     for placements in (R, S0, S1):
         weight = leaf(table, mesh, placements)
         gain = leaf(scale, mesh, R)
@@ -145,7 +188,9 @@ def test_tied_weights_and_accumulation_over_several_backward_calls():
             hidden = F.embedding(ids, weight) * gain
             loss = F.linear(hidden, weight).pow(2).sum() * (step + 1)
             loss.backward()
-            truth = F.linear(F.embedding(tokens, true) * true_gain, true).pow(2).sum() * (step + 1)
+            truth = F.linear(F.embedding(tokens, true) * true_gain, true).pow(
+                2
+            ).sum() * (step + 1)
             truth.backward()
             same(loss, truth)
         same(weight.grad, true.grad)
@@ -202,7 +247,9 @@ def test_a_loss_in_parts_or_in_copies_needs_no_scaling():
         same(weight.grad, true.grad)
     weight = leaf(w, mesh, R)
     loss = (distribute_tensor(data, mesh, S0) * weight).pow(2).sum()
-    average = DTensor(loss.to_local() * 2, loss.layout.with_placements([Partial("avg")]), ())
+    average = DTensor(
+        loss.to_local() * 2, loss.layout.with_placements([Partial("avg")]), ()
+    )
     average.backward()
     same(weight.grad, true.grad)
 
@@ -211,7 +258,9 @@ def test_a_loss_in_parts_or_in_copies_needs_no_scaling():
 def test_a_number_in_a_tensor_gets_the_whole_gradient():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     data = draw(5, 6)
-    scale, true = (torch.tensor(0.5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scale, true = (
+        torch.tensor(0.5, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     (distribute_tensor(data, mesh, S0) * scale).pow(2).sum().backward()
     (data * true).pow(2).sum().backward()
     same(scale.grad, true.grad)
@@ -225,7 +274,10 @@ def test_a_view_of_a_gathered_tensor_goes_back_by_its_reduce_scatter():
 
     def layer(x, weight):
         flat = x.view(-1, 6)
-        return F.linear(flat, weight).pow(2).sum() + F.linear(flat.unflatten(0, (2, 8)).transpose(0, 1), weight).sum()
+        return (
+            F.linear(flat, weight).pow(2).sum()
+            + F.linear(flat.unflatten(0, (2, 8)).transpose(0, 1), weight).sum()
+        )
 
     true = data.clone().requires_grad_()
     layer(true, w).backward()

@@ -72,7 +72,11 @@ def plan():
 
 def on_mesh(seed=0, data=False):
     if not data:
-        return parallelize_module(model_of(seed), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
+        return parallelize_module(
+            model_of(seed),
+            init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+            plan(),
+        )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return replicate(parallelize_module(model_of(seed), mesh["tp"], plan()), mesh["dp"])
 
@@ -81,7 +85,13 @@ def same_state(mine, true):
     assert list(mine) == list(true)
     for name, value in mine.items():
         found = value.full_tensor() if isinstance(value, DTensor) else value
-        torch.testing.assert_close(found, true[name], rtol=0, atol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        torch.testing.assert_close(
+            found,
+            true[name],
+            rtol=0,
+            atol=0,
+            msg=lambda m: f"{name}: {m}",  # noqa: B023
+        )
 
 
 def raised(call):
@@ -108,7 +118,9 @@ def test_pickles_of_shards_are_refused():
     ):
         with pytest.raises((TypeError, ValueError), match=WAYS_OUT):
             call()
-    pending = DTensor.from_local(torch.ones(2), model.qkv.weight.device_mesh, [Partial()])
+    pending = DTensor.from_local(
+        torch.ones(2), model.qkv.weight.device_mesh, [Partial()]
+    )
     with pytest.raises(TypeError, match=r"shape \(2,\) in .*rank . has"):
         pickle.dumps(pending)
 
@@ -116,17 +128,30 @@ def test_pickles_of_shards_are_refused():
 def save_pretrained(folder):
     from transformers.models.gpt2 import modeling_gpt2 as home
 
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 4,
+        "n_positions": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     model = home.GPT2LMHeadModel(home.GPT2Config(vocab_size=61, **sizes))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {"transformer.h.*.mlp.c_fc": ColwiseParallel(use_local_output=False)})
+    parallelize_module(
+        model,
+        mesh,
+        {"transformer.h.*.mlp.c_fc": ColwiseParallel(use_local_output=False)},
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return raised(lambda: model.save_pretrained(folder))
 
 
 def test_save_pretrained_is_refused(tmp_path):
-    told = run_ranks(save_pretrained, 2, str(tmp_path), timeout=300)[0]  # only the first rank writes
+    told = run_ranks(save_pretrained, 2, str(tmp_path), timeout=300)[
+        0
+    ]  # only the first rank writes
     assert "c_fc.weight" in told
     assert "save_hugging_face(state_dict, folder)" in told
 
@@ -149,7 +174,10 @@ def test_copies_are_no_pickles():
 def test_what_every_rank_has_is_saved_and_loaded():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     value = torch.arange(6.0)
-    state = {"a": distribute_tensor(value, mesh, [R]), "b": nn.Parameter(distribute_tensor(value, mesh, [R]))}
+    state = {
+        "a": distribute_tensor(value, mesh, [R]),
+        "b": nn.Parameter(distribute_tensor(value, mesh, [R])),
+    }
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -160,7 +188,10 @@ def test_what_every_rank_has_is_saved_and_loaded():
         assert found.layout is state[name].layout
         torch.testing.assert_close(found, value, check_device=False)
     restored = safetensors.torch.load(safetensors.torch.save(state))
-    assert all(type(one) is torch.Tensor and torch.equal(one, value) for one in restored.values())
+    assert all(
+        type(one) is torch.Tensor and torch.equal(one, value)
+        for one in restored.values()
+    )
 
 
 def test_a_file_of_copies_is_loaded_without_a_job():
@@ -211,10 +242,19 @@ def many_layouts(seed):
     for shape in ((8, 6), (5, 3), (1, 4), (0, 2)):
         torch.manual_seed(seed)
         values = torch.randn(shape)
-        layouts = [[S0, R], [S0, S0], [S0, S1], [StridedShard(0, 2), S0], [R, R], [S1, S0]]
+        layouts = [
+            [S0, R],
+            [S0, S0],
+            [S0, S1],
+            [StridedShard(0, 2), S0],
+            [R, R],
+            [S1, S0],
+        ]
         if shape[0] > 1:
             layouts.append([FusedShard(0, (2, shape[0] - 2)), S1])
-        found |= {f"{shape} {lies}": distribute_tensor(values, mesh, lies) for lies in layouts}
+        found |= {
+            f"{shape} {lies}": distribute_tensor(values, mesh, lies) for lies in layouts
+        }
     return found
 
 
@@ -230,7 +270,9 @@ def dcp_of_many_layouts(folder):
         wanted = {"x": {source: state["x"][name]}}
         dcp.load(wanted, checkpoint_id=folder)
     for name, value in many_layouts(0).items():
-        torch.testing.assert_close(state["x"][name], value.full_tensor(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            state["x"][name], value.full_tensor(), rtol=0, atol=0
+        )
         assert value.numel() == 0 or not torch.equal(before[name], value.full_tensor())
 
 
@@ -258,16 +300,26 @@ def test_a_plain_state_dict_is_loaded_onto_the_mesh():
         state = other.state_dict()
         pointers = {name: value.data_ptr() for name, value in state.items()}
         model.load_state_dict(state, assign=assign)
-        assert {name: value.data_ptr() for name, value in state.items()} == pointers  # the caller's own are left alone
+        assert {
+            name: value.data_ptr() for name, value in state.items()
+        } == pointers  # the caller's own are left alone
         same_state(model.state_dict(), other.state_dict())
-        assert {name: value.layout for name, value in model.state_dict().items()} == layouts
-        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in model.parameters())
+        assert {
+            name: value.layout for name, value in model.state_dict().items()
+        } == layouts
+        assert all(
+            isinstance(p, nn.Parameter) and p.requires_grad for p in model.parameters()
+        )
         ids = torch.tensor([[1, 2, 3]])
         torch.testing.assert_close(model(ids), other(ids))
         model(ids).sum().backward()
         other(ids).sum().backward()
         torch.testing.assert_close(model.qkv.weight.grad, other.qkv.weight.grad)
-        part = {name.removeprefix("norm."): v for name, v in model_of(2).state_dict().items() if name[:5] == "norm."}
+        part = {
+            name.removeprefix("norm."): v
+            for name, v in model_of(2).state_dict().items()
+            if name[:5] == "norm."
+        }
         model.norm.load_state_dict(part, assign=assign)
         torch.testing.assert_close(model.norm.weight, part["weight"])
 
@@ -277,7 +329,9 @@ def test_a_state_dict_that_does_not_fit_is_told_in_torchs_words():
     model = on_mesh()
     state = model_of(seed=1).state_dict()
     state["qkv.weight"] = state["qkv.weight"][:6]  # this rank's shard, say
-    with pytest.raises(RuntimeError, match=r"size mismatch for qkv.weight: .*\[6, 8\].*\[12, 8\]"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for qkv.weight: .*\[6, 8\].*\[12, 8\]"
+    ):
         model.load_state_dict(state)
     del state["qkv.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv.weight"):

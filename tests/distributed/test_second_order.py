@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor import collectives
 from hyper_parallel.core.dtensor.modes import implicit_replication
 from hyper_parallel.core.shard import OperatorError
@@ -25,7 +32,9 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def put(tensor, mesh, placements):
@@ -37,7 +46,9 @@ def put(tensor, mesh, placements):
     part = tensor * (count if first else -1)
     others = [R if p == P else p for p in placements]
     local = distribute_tensor(part, mesh, others).to_local()
-    return DTensor.from_local(local.clone(), mesh, placements, shape=tuple(tensor.shape)).requires_grad_()
+    return DTensor.from_local(
+        local.clone(), mesh, placements, shape=tuple(tensor.shape)
+    ).requires_grad_()
 
 
 def whole(tensor):
@@ -49,16 +60,27 @@ def both_orders(call, leaves):
     first = torch.autograd.grad(call(*leaves), leaves, create_graph=True)
     penalty = sum((g * g).sum() for g in first)
     second = torch.autograd.grad(penalty, leaves, allow_unused=True)
-    return [whole(g).detach() for g in first], [g if g is None else whole(g) for g in second]
+    return [whole(g).detach() for g in first], [
+        g if g is None else whole(g) for g in second
+    ]
 
 
 def check(call, operands, mesh, placements):
     """Both orders on a mesh against the plain tensors."""
     expected = both_orders(call, [t.clone().requires_grad_() for t in operands])
-    found = both_orders(call, [put(t, mesh, list(p)) for t, p in zip(operands, placements, strict=True)])
-    for mine, true in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+    found = both_orders(
+        call, [put(t, mesh, list(p)) for t, p in zip(operands, placements, strict=True)]
+    )
+    for mine, true in zip(
+        itertools.chain(*found), itertools.chain(*expected), strict=True
+    ):
         zero = torch.zeros_like(mine if true is None else true)
-        torch.testing.assert_close(zero if mine is None else mine, zero if true is None else true, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            zero if mine is None else mine,
+            zero if true is None else true,
+            rtol=1e-9,
+            atol=1e-9,
+        )
 
 
 def contraction(x, w):
@@ -102,18 +124,30 @@ CALLS = {
     "a function of a sum": (lambda x: x.square().sum().sin(), [(5,)]),
     "a difference": (lambda x, y: F.mse_loss(x, y).sin(), [(3, 2), (3, 2)]),
     "a product": (lambda x: x.prod(0).sin().sum(), [(3, 2)]),
-    "norms": (lambda x: x.norm(dim=0).pow(3).sum() + x.std() + x.logsumexp(0).square().sum(), [(5, 3)]),
+    "norms": (
+        lambda x: x.norm(dim=0).pow(3).sum() + x.std() + x.logsumexp(0).square().sum(),
+        [(5, 3)],
+    ),
     "extremes": (lambda x: x.amax(0).pow(3).sum() * x.amin(), [(5, 3)]),
-    "softmax": (lambda x, w: ((x @ w).softmax(-1)[..., 0]).square().sum(), [(3, 5), (5, 4)]),
+    "softmax": (
+        lambda x, w: ((x @ w).softmax(-1)[..., 0]).square().sum(),
+        [(3, 5), (5, 4)],
+    ),
     "layer norm": (lambda x, w: F.layer_norm(x, (4,), w).pow(3).sum(), [(3, 4), (4,)]),
     "convolution": (lambda x, w: F.conv1d(x, w).pow(3).sum(), [(2, 4, 5), (3, 4, 2)]),
     "embedding": (embedding, [(5, 3)]),
-    "moves": (lambda x: (x.t().reshape(-1)[2:7].flip(0).cumsum(0)).pow(3).sum(), [(4, 3)]),
+    "moves": (
+        lambda x: (x.t().reshape(-1)[2:7].flip(0).cumsum(0)).pow(3).sum(),
+        [(4, 3)],
+    ),
     "overwritten shards": (overwritten, [(3, 2), (2,)]),
     "a view of a changed tensor": (view_of_changed, [(4, 2)]),
     "a view of a changed tensor with empty shards": (view_of_changed, [(1, 1)]),
     "attention": (attention, [(1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)]),
-    "attention with an empty shard": (attention, [(1, 1, 1, 2), (1, 1, 3, 2), (1, 1, 3, 2)]),
+    "attention with an empty shard": (
+        attention,
+        [(1, 1, 1, 2), (1, 1, 3, 2), (1, 1, 3, 2)],
+    ),
 }
 
 
@@ -149,17 +183,29 @@ def test_attention_whose_kernel_is_not_chosen():
         return attention(*leaves)
 
     check(call, operands, mesh, [[S0], [S0], [S0]])
-    with pytest.raises(RuntimeError, match="derivative for .*attention.* is not implemented"):
+    with pytest.raises(
+        RuntimeError, match="derivative for .*attention.* is not implemented"
+    ):
         check(call, operands, mesh, [[R], [R], [R]])  # the control, on all ranks alike
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["contraction", "a contraction with empty shards", "softmax", "norms", "moves"])
+@pytest.mark.parametrize(
+    "name",
+    ["contraction", "a contraction with empty shards", "softmax", "norms", "moves"],
+)
 def test_on_two_axes(name):
     call, shapes = CALLS[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     operands = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
-    options = [list(itertools.product([R, S0, P][: 2 + (len(s) > 1)], [R, *map(Shard, range(len(s)))])) for s in shapes]
+    options = [
+        list(
+            itertools.product(
+                [R, S0, P][: 2 + (len(s) > 1)], [R, *map(Shard, range(len(s)))]
+            )
+        )
+        for s in shapes
+    ]
     for places in list(itertools.product(*options))[::7]:
         check(call, operands, mesh, places)
 
@@ -174,7 +220,16 @@ def third_order(call, leaves):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["contraction", "a contraction with empty shards", "softmax", "norms", "layer norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "contraction",
+        "a contraction with empty shards",
+        "softmax",
+        "norms",
+        "layer norm",
+    ],
+)
 def test_the_third_order(name):
     call, shapes = CALLS[name]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
@@ -225,7 +280,11 @@ def test_redistribution_to_and_from_pending_reductions(reduce_op, source):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(6),
+            nn.Linear(6, 8),
+            nn.Linear(8, 6),
+        )
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -233,7 +292,11 @@ class Net(nn.Module):
 
 LOCAL = {"use_local_output": False}
 PLANS = {
-    "tensor parallel": {"up": ColwiseParallel(**LOCAL), "down": RowwiseParallel(**LOCAL), "": Replicated()},
+    "tensor parallel": {
+        "up": ColwiseParallel(**LOCAL),
+        "down": RowwiseParallel(**LOCAL),
+        "": Replicated(),
+    },
     "sequence parallel": {
         "norm": SequenceParallel(**LOCAL),
         "up": ColwiseParallel(input_layouts=Shard(1), **LOCAL),
@@ -249,7 +312,9 @@ def penalty_of_gradients(model, x):
     named = dict(model.named_parameters())
     by_parameters = torch.autograd.grad(loss, list(named.values()), create_graph=True)
     (by_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    (sum(g.pow(2).sum() for g in by_parameters) + (by_input.pow(2).sum() - 1) ** 2).backward()
+    (
+        sum(g.pow(2).sum() for g in by_parameters) + (by_input.pow(2).sum() - 1) ** 2
+    ).backward()
     return {name: whole(p.grad) for name, p in named.items()}
 
 
@@ -307,6 +372,8 @@ def test_what_has_no_second_derivative_says_so_on_all_ranks():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     scores = put(draw(3, 4), mesh, [S1])
     target = distribute_tensor(torch.tensor([0, 3, 1]), mesh, [R])
-    (g,) = torch.autograd.grad(F.cross_entropy(scores, target), scores, create_graph=True)
+    (g,) = torch.autograd.grad(
+        F.cross_entropy(scores, target), scores, create_graph=True
+    )
     with pytest.raises(OperatorError, match="no second derivative"):
         torch.autograd.grad(g.pow(2).sum(), scores)

@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import on_ranks
@@ -44,8 +50,12 @@ def test_nothing_is_communicated_to_write_to_a_cut_target():
     assert x.placements == y.placements == (S0,)
     assert x.to_local().data_ptr() == place
     assert torch.equal(x.full_tensor(), plain)
-    assert torch.equal(y.full_tensor(), plain.index_put((rows,), values, accumulate=True))
-    assert {entry.collective for entry in ledger.entries} <= {"all_reduce"}  # of the few rows that += reads
+    assert torch.equal(
+        y.full_tensor(), plain.index_put((rows,), values, accumulate=True)
+    )
+    assert {entry.collective for entry in ledger.entries} <= {
+        "all_reduce"
+    }  # of the few rows that += reads
 
 
 @on_ranks(4)
@@ -80,7 +90,9 @@ def test_bags_of_a_cut_table():
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [S0]))
 
         torch.manual_seed(0)
-        mine = distribute_module(nn.EmbeddingBag(10, 4, mode=mode, padding_idx=2).double(), mesh, rows)
+        mine = distribute_module(
+            nn.EmbeddingBag(10, 4, mode=mode, padding_idx=2).double(), mesh, rows
+        )
         expected = plain(ids)
         found = mine(distribute_tensor(ids, mesh, [R]))
         torch.testing.assert_close(found.full_tensor(), expected)
@@ -95,7 +107,9 @@ def test_an_index_out_of_the_table_is_an_error():
     bag = nn.EmbeddingBag(4, 2, mode="sum")
     weight = distribute_tensor(bag.weight.detach(), mesh, [S0])
     with pytest.raises((IndexError, RuntimeError)):
-        nn.functional.embedding_bag(distribute_tensor(torch.tensor([[4]]), mesh, [R]), weight, mode="sum")
+        nn.functional.embedding_bag(
+            distribute_tensor(torch.tensor([[4]]), mesh, [R]), weight, mode="sum"
+        )
 
 
 @on_ranks(4)
@@ -133,6 +147,8 @@ def test_normal_numbers_are_those_of_one_device():
     torch.manual_seed(0)
     expected = torch.normal(mean, std)
     torch.manual_seed(0)
-    found = torch.normal(distribute_tensor(mean, mesh, [S0]), distribute_tensor(std, mesh, [S0]))
+    found = torch.normal(
+        distribute_tensor(mean, mesh, [S0]), distribute_tensor(std, mesh, [S0])
+    )
     assert found.placements == (S0,)
     torch.testing.assert_close(found.full_tensor(), expected)

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import on_ranks
 
@@ -14,7 +21,9 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def integers(high, *shape, seed=0):
@@ -28,7 +37,9 @@ def mesh_of(*sizes):
 def put(tensor, mesh, placements):
     """A leaf with these values; the parts of a pending sum have nothing in common with their sum."""
     if P not in placements:
-        return distribute_tensor(tensor.clone(), mesh, placements).requires_grad_(tensor.is_floating_point())
+        return distribute_tensor(tensor.clone(), mesh, placements).requires_grad_(
+            tensor.is_floating_point()
+        )
     assert mesh.ndim == 1
     count, seeds = mesh.size(), range(100, 99 + mesh.size())
     parts = [draw(*tensor.shape, seed=seed) * 3 for seed in seeds]
@@ -49,18 +60,31 @@ def compare(call, *operands, sizes=(2,)):
     with strict():
         found = call(*mine)
     expected = call(*plain)
-    pairs = list(zip(*((x,) if isinstance(x, torch.Tensor) else tuple(x) for x in (found, expected)), strict=True))
+    pairs = list(
+        zip(
+            *(
+                (x,) if isinstance(x, torch.Tensor) else tuple(x)
+                for x in (found, expected)
+            ),
+            strict=True,
+        )
+    )
     losses = [0, 0]
     for seed, pair in enumerate([whole(t) for t in pair] for pair in pairs):
         torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
         if pair[1].requires_grad:
-            losses = [loss + (t * draw(*t.shape, seed=seed + 50)).sum() for loss, t in zip(losses, pair, strict=True)]
+            losses = [
+                loss + (t * draw(*t.shape, seed=seed + 50)).sum()
+                for loss, t in zip(losses, pair, strict=True)
+            ]
     if isinstance(losses[1], torch.Tensor):
         for loss in losses:
             loss.backward()
         for one, true in zip(mine, plain, strict=True):
             if true.grad is not None:
-                torch.testing.assert_close(whole(one.grad), true.grad, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(
+                    whole(one.grad), true.grad, rtol=1e-10, atol=1e-10
+                )
     return found
 
 
@@ -128,7 +152,11 @@ def test_topk_and_sort_of_a_partial():
 
 @on_ranks(2)
 def test_reshape_that_merges_a_sharded_dim():
-    for shape in [(4, 6), (5, 6), (1, 6)]:  # even, uneven, and nothing on the second rank
+    for shape in [
+        (4, 6),
+        (5, 6),
+        (1, 6),
+    ]:  # even, uneven, and nothing on the second rank
         for placed in (S0, S1):
             compare(lambda x: x.reshape(-1), (draw(*shape), placed))
             compare(lambda x: x.view(2, -1), (draw(*shape), placed))
@@ -159,7 +187,9 @@ def test_a_slice_of_a_sharded_dim_filled_in_place():
 
 @on_ranks(2)
 def test_argmax_over_the_sharded_dim():
-    ties = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    ties = torch.tensor(
+        [[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64
+    )
     for x in (draw(4, 5), ties):
         compare(lambda x: x.detach().argmax(1), (x, S1))
         compare(lambda x: x.detach().argmin(dim=-1, keepdim=True), (x, S1))
@@ -173,7 +203,12 @@ def test_two_mesh_axes_on_one_tensor_dim_in_either_order():
 
     base, data, weight = Layout((2, 2), ("x", "y")), draw(7, 3), draw(7, 3, seed=1)
     for order in (("x", "y"), ("y", "x")):
-        for shape_of in (lambda x: x.reshape(-1), lambda x: x[2:6], lambda x: x.sum(0), lambda x: x.t() @ x):
+        for shape_of in (
+            lambda x: x.reshape(-1),
+            lambda x: x[2:6],
+            lambda x: x.sum(0),
+            lambda x: x.t() @ x,
+        ):
             layout = base(order, "None")
             x = distribute_tensor(data, base.mesh, layout.placements).requires_grad_()
             assert x.layout.alias_placements == (order, "None")
@@ -199,8 +234,12 @@ LOSSES = {
     "mse": F.mse_loss,
     "smooth_l1": F.smooth_l1_loss,
     "huber": F.huber_loss,
-    "binary cross entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
-    "binary cross entropy of logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid()
+    ),
+    "binary cross entropy of logits": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid()
+    ),
     "l1": F.l1_loss,
 }
 
@@ -215,18 +254,28 @@ def test_mean_reduced_losses_with_sharded_input_in_backward(name):
 
 @on_ranks(2)
 def test_cross_entropy_mean_with_ignore_index_and_class_weights_on_a_sharded_batch():
-    target = torch.tensor([0, 2, -100, 1, -100])  # the second rank has one that counts, of three
+    target = torch.tensor(
+        [0, 2, -100, 1, -100]
+    )  # the second rank has one that counts, of three
     for smoothing in (0.0, 0.1):
         for scores in (S0, S1, R):
             for placed in (S0, R):
                 compare(
-                    lambda x, w, y, s=smoothing: F.cross_entropy(x, y, w.detach(), label_smoothing=s),
+                    lambda x, w, y, s=smoothing: F.cross_entropy(
+                        x, y, w.detach(), label_smoothing=s
+                    ),
                     (draw(5, 3), scores),
                     (draw(3, seed=1).exp(), R),
                     (target, placed),
                 )
-    compare(lambda x, y: F.cross_entropy(x, y, ignore_index=2), (draw(5, 3), S0), (target.abs() % 3, S0))
-    compare(lambda x, y: F.nll_loss(x.log_softmax(1), y), (draw(5, 3), S0), (target, S0))
+    compare(
+        lambda x, y: F.cross_entropy(x, y, ignore_index=2),
+        (draw(5, 3), S0),
+        (target.abs() % 3, S0),
+    )
+    compare(
+        lambda x, y: F.nll_loss(x.log_softmax(1), y), (draw(5, 3), S0), (target, S0)
+    )
 
 
 # --- parameters
@@ -237,7 +286,11 @@ def test_an_embedding_with_sharded_rows_and_padding_idx():
     rows = torch.tensor([[0, 4, 2], [4, 4, 1], [3, 0, 4]])
     for padding in (0, 4, -1):  # a row of either rank, and the last
         for index in (R, S0):
-            compare(lambda w, i, p=padding: F.embedding(i, w, padding_idx=p), (draw(5, 3), S0), (rows, index))
+            compare(
+                lambda w, i, p=padding: F.embedding(i, w, padding_idx=p),
+                (draw(5, 3), S0),
+                (rows, index),
+            )
 
 
 @on_ranks(2)
@@ -249,7 +302,9 @@ def test_layer_norm_weights_under_a_sequence_sharded_input():
             (draw(4, seed=1), R),
             (draw(4, seed=2), R),
         )
-    compare(lambda x, w: F.rms_norm(x, (4,), w), (draw(2, 5, 4), S1), (draw(4, seed=1), R))
+    compare(
+        lambda x, w: F.rms_norm(x, (4,), w), (draw(2, 5, 4), S1), (draw(4, seed=1), R)
+    )
 
 
 @on_ranks(2)
@@ -258,7 +313,11 @@ def test_a_bias_under_a_sharded_contraction():
     found = compare(F.linear, *operands, (draw(3, seed=2), R))
     assert found.placements == (P,)  # the bias is in one of the parts
     compare(F.linear, *operands, (draw(3, seed=2), S0))
-    compare(lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5), *operands, (draw(3, seed=2), R))
+    compare(
+        lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5),
+        *operands,
+        (draw(3, seed=2), R),
+    )
 
 
 @on_ranks(2)
@@ -266,9 +325,23 @@ def test_convolution_sharded_on_anything_but_the_batch():
     x, w, b = draw(2, 4, 7, 5), draw(6, 4, 3, 3, seed=1), draw(6, seed=2)
     for dim in range(4):
         for weight in (R, *(Shard(d) for d in range(4))):
-            compare(lambda x, w, b: F.conv2d(x, w, b, padding=1), (x, Shard(dim)), (w, weight), (b, R))
-    compare(lambda x, w, b: F.conv2d(x, w, b, stride=2, groups=2), (x, Shard(2)), (w[:, :2], R), (b, S0))
-    compare(lambda x, w: F.conv_transpose2d(x, w, stride=2), (x, Shard(3)), (draw(4, 3, 2, 2, seed=1), R))
+            compare(
+                lambda x, w, b: F.conv2d(x, w, b, padding=1),
+                (x, Shard(dim)),
+                (w, weight),
+                (b, R),
+            )
+    compare(
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, groups=2),
+        (x, Shard(2)),
+        (w[:, :2], R),
+        (b, S0),
+    )
+    compare(
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        (x, Shard(3)),
+        (draw(4, 3, 2, 2, seed=1), R),
+    )
     compare(F.conv1d, (draw(2, 3, 8), Shard(2)), (draw(4, 3, 3, seed=1), R))
     compare(lambda x: F.max_pool2d(x, 2), (x, Shard(2)))
     compare(lambda x: F.avg_pool2d(x, 3, padding=1), (x, Shard(3)))
@@ -279,13 +352,17 @@ def test_convolution_sharded_on_anything_but_the_batch():
 
 @on_ranks(2)
 def test_backward_of_amax_and_the_infinity_norm():
-    tied = torch.tensor([[2.0, -3.0, 3.0], [2.0, 3.0, 1.0], [0.0, -3.0, 1.0]], dtype=torch.float64)
+    tied = torch.tensor(
+        [[2.0, -3.0, 3.0], [2.0, 3.0, 1.0], [0.0, -3.0, 1.0]], dtype=torch.float64
+    )
     for x in (draw(5, 3), tied):  # those that tie share the gradient, also across ranks
         for placed in (S0, S1, P):
             compare(lambda x: x.amax(0), (x, placed))
             compare(lambda x: x.amin((0, 1)), (x, placed))
             compare(lambda x: torch.linalg.vector_norm(x, float("inf")), (x, placed))
-            compare(lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), (x, placed))
+            compare(
+                lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1), (x, placed)
+            )
 
 
 @on_ranks(2)
@@ -294,10 +371,16 @@ def test_the_gradient_of_the_source_of_a_scatter():
     for target in (R, S0, S1):
         for source in (R, S0, S1):
             compare(
-                lambda x, y, i: x.scatter_add(0, i, y), (draw(5, 3), target), (draw(2, 3, seed=1), source), (index, R)
+                lambda x, y, i: x.scatter_add(0, i, y),
+                (draw(5, 3), target),
+                (draw(2, 3, seed=1), source),
+                (index, R),
             )
             compare(
-                lambda x, y, i: x.scatter(0, i, y), (draw(5, 3), target), (draw(2, 3, seed=1), source), (index, source)
+                lambda x, y, i: x.scatter(0, i, y),
+                (draw(5, 3), target),
+                (draw(2, 3, seed=1), source),
+                (index, source),
             )
 
 
@@ -311,12 +394,16 @@ def test_dropout_on_replicas_and_on_shards():
     copies = distribute_tensor(torch.ones(64, 64), mesh, [R])
     mine = nn.Dropout(0.5)(copies).to_local()
     [first, second] = DTensor.from_local(mine[None], mesh, [S0]).full_tensor()
-    assert torch.equal(first, second)  # replicas that differ are not one tensor any more
+    assert torch.equal(
+        first, second
+    )  # replicas that differ are not one tensor any more
     assert 0.4 < (first == 0).double().mean() < 0.6
     shards = distribute_tensor(torch.ones(64, 64), mesh, [S0])
     dropped = nn.Dropout(0.5)(shards).full_tensor()
     assert set(dropped.unique().tolist()) == {0.0, 2.0}
-    assert not torch.equal(dropped[:32], dropped[32:])  # the same pattern twice would be a worse dropout
+    assert not torch.equal(
+        dropped[:32], dropped[32:]
+    )  # the same pattern twice would be a worse dropout
     assert 0.4 < (dropped == 0).double().mean() < 0.6
 
 

@@ -8,9 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.distributed_checkpoint import CheckpointError, load
-from hyper_parallel.core.distributed_checkpoint.hugging_face import HuggingFaceReader, SliceOf
+from hyper_parallel.core.distributed_checkpoint.hugging_face import (
+    HuggingFaceReader,
+    SliceOf,
+)
 from hyper_parallel.testing import run_ranks
 
 EXPERTS, HIDDEN, INNER = 5, 6, 3  # none of which two ranks divide, but HIDDEN
@@ -19,7 +28,9 @@ R, S = Replicate(), Shard
 
 
 def rename(name):
-    matched = re.fullmatch(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight", name)
+    matched = re.fullmatch(
+        r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight", name
+    )
     if matched is None:
         return name
     target, part = PLACES[matched[3]]
@@ -31,13 +42,20 @@ def mixtral(folder):
     draw = torch.Generator().manual_seed(0)
     shapes = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
     weights = {
-        f"layers.0.block_sparse_moe.experts.{expert}.{kind}.weight": torch.randn(shape, generator=draw)
+        f"layers.0.block_sparse_moe.experts.{expert}.{kind}.weight": torch.randn(
+            shape, generator=draw
+        )
         for kind, shape in shapes.items()
         for expert in reversed(range(EXPERTS))
     }
 
     def stack(kind):
-        return torch.stack([weights[f"layers.0.block_sparse_moe.experts.{n}.{kind}.weight"] for n in range(EXPERTS)])
+        return torch.stack(
+            [
+                weights[f"layers.0.block_sparse_moe.experts.{n}.{kind}.weight"]
+                for n in range(EXPERTS)
+            ]
+        )
 
     expected = {
         "layers.0.mlp.experts.gate_up_proj": torch.cat([stack("w1"), stack("w3")], 1),
@@ -50,8 +68,12 @@ def mixtral(folder):
     folder.mkdir(parents=True, exist_ok=True)
     for file, own in files.items():
         save_file({name: weights[name] for name in own}, folder / file)
-    places = ", ".join(f'"{name}": "{file}"' for file, own in files.items() for name in own)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {' + places + "}}")
+    places = ", ".join(
+        f'"{name}": "{file}"' for file, own in files.items() for name in own
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {' + places + "}}"
+    )
     return expected
 
 
@@ -63,10 +85,16 @@ def check_layouts(folder):
     two = [[S(0), S(1)], [S(2), S(0)], [R, S(0)], [S(0), S(0)], [S(1), S(1)]]
     for placements in one if ranks == 2 else two:
         state = {
-            name: distribute_tensor(torch.zeros_like(value), mesh, placements if value.dim() == 3 else [R] * mesh.ndim)
+            name: distribute_tensor(
+                torch.zeros_like(value),
+                mesh,
+                placements if value.dim() == 3 else [R] * mesh.ndim,
+            )
             for name, value in expected.items()
         }
-        reader = HuggingFaceReader(Path(folder) / str(get_platform().get_rank()), rename=rename)
+        reader = HuggingFaceReader(
+            Path(folder) / str(get_platform().get_rank()), rename=rename
+        )
         load(state, storage_reader=reader)
         for name, value in expected.items():
             assert state[name].full_tensor().equal(value), (name, placements)
@@ -89,19 +117,51 @@ def metadata_of(folder, weights, renamed):
 @pytest.mark.parametrize(
     ("shapes", "renamed", "message"),
     [
-        ([(2,)] * 2, {"0": SliceOf("a", 0), "1": SliceOf("a", 2)}, 'no tensor of the files is slice 1, part 0 of "a"'),
-        ([(2,)] * 2, {"0": SliceOf("a", 0), "1": SliceOf("a", 1, 1)}, 'slice 0, part 1 of "a"'),
-        ([(2,)] * 2, {"0": SliceOf("a", 0), "1": SliceOf("a", 0)}, 'both become slice 0, part 0 of "a"'),
-        ([(2,)] * 2, {"0": SliceOf("a", 0), "1": "a"}, 'it becomes "a", of which other tensors'),
+        (
+            [(2,)] * 2,
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 2)},
+            'no tensor of the files is slice 1, part 0 of "a"',
+        ),
+        (
+            [(2,)] * 2,
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 1, 1)},
+            'slice 0, part 1 of "a"',
+        ),
+        (
+            [(2,)] * 2,
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 0)},
+            'both become slice 0, part 0 of "a"',
+        ),
+        (
+            [(2,)] * 2,
+            {"0": SliceOf("a", 0), "1": "a"},
+            'it becomes "a", of which other tensors',
+        ),
         (
             [(2,), (3,)],
             {"0": SliceOf("a", 0), "1": SliceOf("a", 1)},
             r"of shape \(3,\) along dim 0, expected .*\(2,\)",
         ),
-        ([(2, 3), (2, 4)], {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1)}, r"expected float32 of shape \(2, 3\)"),
-        ([(2, 3), (2,)], {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1)}, 'slice 0, part 1 of "a" is float32'),
-        ([(2,), (2,)], {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1, dim=1)}, "dim 1 is not one of its 1 dims"),
-        ([()], {"0": SliceOf("a", 0, 1)}, "dim 0 is not one of its 0 dims|slice 0, part 0"),
+        (
+            [(2, 3), (2, 4)],
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1)},
+            r"expected float32 of shape \(2, 3\)",
+        ),
+        (
+            [(2, 3), (2,)],
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1)},
+            'slice 0, part 1 of "a" is float32',
+        ),
+        (
+            [(2,), (2,)],
+            {"0": SliceOf("a", 0), "1": SliceOf("a", 0, 1, dim=1)},
+            "dim 1 is not one of its 1 dims",
+        ),
+        (
+            [()],
+            {"0": SliceOf("a", 0, 1)},
+            "dim 0 is not one of its 0 dims|slice 0, part 0",
+        ),
         ([(2,)], {"0": SliceOf("a", -1)}, "count from 0"),
         ([(2,)], {"0": 3}, "expected a str or a SliceOf"),
     ],
@@ -114,7 +174,11 @@ def test_slices_that_make_no_tensor_are_refused(shapes, renamed, message, tmp_pa
 
 def test_sizes_of_stacked_tensors(tmp_path):
     weights = {"0": torch.zeros(2, 3), "1": torch.zeros(2, 5), "s": torch.zeros(())}
-    renamed = {"0": SliceOf("a", 0, 0, dim=-1), "1": SliceOf("a", 0, 1, dim=1), "s": SliceOf("b", 0)}
+    renamed = {
+        "0": SliceOf("a", 0, 0, dim=-1),
+        "1": SliceOf("a", 0, 1, dim=1),
+        "s": SliceOf("b", 0),
+    }
     known = metadata_of(tmp_path, weights, renamed).state_dict_metadata
     assert tuple(known["a"].size) == (1, 2, 8)
     assert tuple(known["b"].size) == (1,)

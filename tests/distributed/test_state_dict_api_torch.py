@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointError,
     StateDictOptions,
@@ -27,14 +33,21 @@ def make(mesh=None, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
     if mesh is not None:
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}]
+        parallelize_module(
+            model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[2].parameters(), "lr": 0.2},
+    ]
     return model, torch.optim.AdamW(groups)
 
 
 def step(model, optimizer, count=1):
     for number in range(count):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        x = torch.randn(
+            3, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64
+        )
         optimizer.zero_grad()
         model(x).square().sum().backward()
         optimizer.step()
@@ -42,7 +55,9 @@ def step(model, optimizer, count=1):
 
 def whole(model):
     return {
-        name: value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+        name: value.detach().full_tensor()
+        if isinstance(value, DTensor)
+        else value.detach()
         for name, value in model.state_dict().items()
     }
 
@@ -71,20 +86,33 @@ def test_a_run_goes_on_on_another_mesh_and_in_one_process():
         assert isinstance(of_model["0.weight"], DTensor) is not options.full_state_dict
         states = copy.deepcopy((of_model, of_optimizer))
         # onto a mesh of other axes, onto the same one, and into one process
-        for other in (init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"], mesh, None):
+        for other in (
+            init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"],
+            mesh,
+            None,
+        ):
             target = make(other, seed=7)
-            found = set_state_dict(*target, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+            found = set_state_dict(
+                *target,
+                model_state_dict=states[0],
+                optim_state_dict=states[1],
+                options=options,
+            )
             assert found == ([], [])
             expected = copy.deepcopy(plain[0].state_dict())
             close(whole(target[0]), expected)
             assert [group["lr"] for group in target[1].param_groups] == [0.1, 0.2]
             twin, twin_optimizer = make()
             twin.load_state_dict(plain[0].state_dict())
-            twin_optimizer.load_state_dict(copy.deepcopy(plain[1].state_dict()))  # torch shares what it loads
+            twin_optimizer.load_state_dict(
+                copy.deepcopy(plain[1].state_dict())
+            )  # torch shares what it loads
             step(twin, twin_optimizer)
             step(*target)
             close(whole(target[0]), twin.state_dict())
-    fresh = make(mesh, seed=7)  # the control: without the optimizer's state the next step is another
+    fresh = make(
+        mesh, seed=7
+    )  # the control: without the optimizer's state the next step is another
     set_model_state_dict(fresh[0], states[0])
     step(*fresh)
     with pytest.raises(AssertionError):
@@ -101,7 +129,12 @@ def test_rank_0_alone_has_the_state():
     assert bool(of_model) is bool(of_optimizer) is (mesh.rank == 0)
     broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     target = make(mesh, seed=7)
-    set_state_dict(*target, model_state_dict=of_model, optim_state_dict=of_optimizer, options=broadcast)
+    set_state_dict(
+        *target,
+        model_state_dict=of_model,
+        optim_state_dict=of_optimizer,
+        options=broadcast,
+    )
     close(whole(target[0]), whole(running[0]))
     step(*target)
     step(*running)
@@ -116,12 +149,23 @@ def test_what_the_options_leave_out_and_what_is_refused():
     step(model, optimizer)
     frozen = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     assert "0.weight" not in get_model_state_dict(model, options=frozen)
-    assert "0.weight" not in get_optimizer_state_dict(model, optimizer, options=frozen)["state"]
+    assert (
+        "0.weight"
+        not in get_optimizer_state_dict(model, optimizer, options=frozen)["state"]
+    )
     bare = StateDictOptions(keep_submodule_prefixes=False)
-    assert set(get_model_state_dict(model, submodules=[model[2]], options=bare)) == {"weight", "bias"}
-    assert set(get_model_state_dict(model, submodules=[model[2]])) == {"2.weight", "2.bias"}
+    assert set(get_model_state_dict(model, submodules=[model[2]], options=bare)) == {
+        "weight",
+        "bias",
+    }
+    assert set(get_model_state_dict(model, submodules=[model[2]])) == {
+        "2.weight",
+        "2.bias",
+    }
     state = get_model_state_dict(model, options=FULL)
-    part = {name: value for name, value in state.items() if name != "2.bias"} | {"other": torch.ones(1)}
+    part = {name: value for name, value in state.items() if name != "2.bias"} | {
+        "other": torch.ones(1)
+    }
     with pytest.raises(CheckpointError, match="HP512"):
         set_model_state_dict(model, part)
     found = set_model_state_dict(model, part, options=StateDictOptions(strict=False))

@@ -22,7 +22,10 @@ from hyper_parallel import (
     init_device_mesh,
     parallelize_module,
 )
-from hyper_parallel.core.dtensor.initialisation import init_empty_weights, init_parameters
+from hyper_parallel.core.dtensor.initialisation import (
+    init_empty_weights,
+    init_parameters,
+)
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.core.tensor_parallel import (
@@ -46,7 +49,9 @@ def tp(ranks=2):
 
 
 def draw(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def fresh(make, *args, **kwargs):
@@ -60,7 +65,9 @@ def same(mine, true):
 
 
 def same_gradients(many, one):
-    for (name, mine), true in zip(many.named_parameters(), one.parameters(), strict=True):
+    for (name, mine), true in zip(
+        many.named_parameters(), one.parameters(), strict=True
+    ):
         assert mine.grad is not None, name
         same(mine.grad, true.grad)
 
@@ -73,7 +80,11 @@ class Block(nn.Module):
         self.size = dim // heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.RMSNorm(dim)
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.up, self.gate, self.down = nn.Linear(dim, hidden), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.up, self.gate, self.down = (
+            nn.Linear(dim, hidden),
+            nn.Linear(dim, hidden),
+            nn.Linear(hidden, dim),
+        )
         self.dropout = nn.Dropout(0.0)
 
     def split(self, x):
@@ -107,7 +118,9 @@ def block_plan(sequence_parallel, local):
 @pytest.mark.parametrize("ranks", [2, 4])
 @on_ranks(4)
 def test_a_block_is_what_megatron_would_write(ranks):
-    mesh = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("rest", "tp"))["tp"]
+    mesh = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("rest", "tp"))[
+        "tp"
+    ]
     one = fresh(Block)
     x = draw(2, 8, 8)
     true_x = x.clone().requires_grad_()
@@ -131,15 +144,23 @@ def test_a_block_is_what_megatron_would_write(ranks):
             same(y, one(x))
             same(mine.grad, true_x.grad)
             if cut:
-                assert forward == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}, ledger.table()
+                assert forward == {
+                    "all_gather_into_tensor": 2,
+                    "reduce_scatter_tensor": 2,
+                }, ledger.table()
                 # The gradients of both norms and of the row-wise biases are summed together at the end.
                 sums = backward.pop("all_reduce")
                 assert sums == 1, ledger.table()
-                assert backward == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}, ledger.table()
+                assert backward == {
+                    "all_gather_into_tensor": 2,
+                    "reduce_scatter_tensor": 2,
+                }, ledger.table()
             else:
                 assert forward == {"all_reduce": 2}
                 assert backward == {"all_reduce": 2}, ledger.table()
-            for (name, p), true in zip(many.named_parameters(), one.parameters(), strict=True):
+            for (name, p), true in zip(
+                many.named_parameters(), one.parameters(), strict=True
+            ):
                 if isinstance(p, DTensor) or not cut:
                     same(p.grad, true.grad)
                 else:
@@ -156,12 +177,16 @@ def test_styles_place_parameters_inputs_and_outputs():
     y = column(x)
     assert type(y) is torch.Tensor
     same(y, linear(x).chunk(2, -1)[mesh.get_local_rank()])
-    column = parallelize_module(copy.deepcopy(linear), mesh, ColwiseParallel(output_layouts=R, **WHOLE))
+    column = parallelize_module(
+        copy.deepcopy(linear), mesh, ColwiseParallel(output_layouts=R, **WHOLE)
+    )
     assert column(x).placements == (R,)
     same(column(x), linear(x))
     cut = distribute_tensor(x, mesh, [S(1)])
     same(column(cut), linear(x))  # a distributed tensor says itself how it lies
-    column = parallelize_module(copy.deepcopy(linear), mesh, ColwiseParallel(input_layouts=S(0), **WHOLE))
+    column = parallelize_module(
+        copy.deepcopy(linear), mesh, ColwiseParallel(input_layouts=S(0), **WHOLE)
+    )
     rows = draw(4, 6)
     same(column(rows.chunk(2)[mesh.get_local_rank()]), linear(rows))
 
@@ -170,17 +195,26 @@ def test_styles_place_parameters_inputs_and_outputs():
     assert row.bias.placements == (R,)
     same(row(x.chunk(2, -1)[mesh.get_local_rank()]), linear(x))
     row = parallelize_module(
-        copy.deepcopy(linear), mesh, RowwiseParallel(input_layouts=R, output_layouts=S(1), **WHOLE)
+        copy.deepcopy(linear),
+        mesh,
+        RowwiseParallel(input_layouts=R, output_layouts=S(1), **WHOLE),
     )
     assert row(x).placements == (S(1),)
     same(row(x), linear(x))
-    row = parallelize_module(copy.deepcopy(linear), mesh, RowwiseParallel(input_layouts=R, output_layouts=Partial()))
+    row = parallelize_module(
+        copy.deepcopy(linear),
+        mesh,
+        RowwiseParallel(input_layouts=R, output_layouts=Partial()),
+    )
     parts = DTensor.from_local(row(x), mesh, [Partial()])
     same(parts, linear(x))
 
     ids = torch.tensor([[0, 3, 6], [2, 2, 5]])
     table = fresh(nn.Embedding, 7, 5, padding_idx=2)
-    for style, placement, uneven in ((ColwiseParallel(**WHOLE), S(1), S(2)), (RowwiseParallel(**WHOLE), S(0), R)):
+    for style, placement, uneven in (
+        (ColwiseParallel(**WHOLE), S(1), S(2)),
+        (RowwiseParallel(**WHOLE), S(0), R),
+    ):
         many = parallelize_module(copy.deepcopy(table), mesh, style)
         assert many.weight.placements == (placement,)
         y = many(ids)
@@ -196,7 +230,11 @@ def test_styles_place_parameters_inputs_and_outputs():
 def test_convolutions():
     mesh, image = tp(), draw(2, 4, 5, 5)
     for make, size in ((nn.Conv2d, 3), (nn.ConvTranspose2d, 3)):
-        one = fresh(lambda make=make, size=size: nn.Sequential(make(4, 6, size), nn.ReLU(), make(6, 3, size)))
+        one = fresh(
+            lambda make=make, size=size: nn.Sequential(
+                make(4, 6, size), nn.ReLU(), make(6, 3, size)
+            )
+        )
         plan = {"0": ColwiseParallel(**WHOLE), "2": RowwiseParallel(**WHOLE)}
         many = parallelize_module(copy.deepcopy(one), mesh, plan)
         with CommunicationLedger(mesh) as ledger:
@@ -214,13 +252,19 @@ class Fused(nn.Module):
         self.size, self.equal = dim // heads, equal
         self.sizes = [dim, kv * self.size, kv * self.size] if not equal else [dim] * 3
         self.qkv, self.o = nn.Linear(dim, sum(self.sizes)), nn.Linear(dim, dim)
-        self.gate_up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim)
+        self.gate_up, self.down = (
+            nn.Linear(dim, 2 * hidden, bias=False),
+            nn.Linear(hidden, dim),
+        )
 
     def forward(self, x):
         if self.equal:
             q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.size)).unbind(2)
         else:
-            q, k, v = (part.unflatten(-1, (-1, self.size)) for part in self.qkv(x).split(self.sizes, -1))
+            q, k, v = (
+                part.unflatten(-1, (-1, self.size))
+                for part in self.qkv(x).split(self.sizes, -1)
+            )
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
@@ -235,7 +279,11 @@ def test_fused_projections_cost_what_separate_ones_do():
         for hidden in (6, 5):  # 5 is cut into 3 and 2
             one = fresh(Fused, equal=equal, hidden=hidden)
             plan = {
-                "qkv": FusedColwiseParallel(sections=3 if equal else one.sizes, heads=12 if equal else 8, **WHOLE),
+                "qkv": FusedColwiseParallel(
+                    sections=3 if equal else one.sizes,
+                    heads=12 if equal else 8,
+                    **WHOLE,
+                ),
                 "gate_up": FusedColwiseParallel(sections=2, **WHOLE),
                 "o": RowwiseParallel(**WHOLE),
                 "down": RowwiseParallel(**WHOLE),
@@ -259,7 +307,10 @@ def test_fused_projections_cost_what_separate_ones_do():
 class Tied(nn.Module):
     def __init__(self, vocab=11, dim=6):
         super().__init__()
-        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=False)
+        self.embed, self.head = (
+            nn.Embedding(vocab, dim),
+            nn.Linear(dim, vocab, bias=False),
+        )
         self.norm = nn.LayerNorm(dim)
         self.head.weight = self.embed.weight
 
@@ -271,18 +322,34 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied():
     mesh, ids = tp(), torch.tensor([[1, 10, 3], [4, 4, 0]])
     one = fresh(Tied)
-    plan = {"embed": RowwiseParallel(**WHOLE), "head": ColwiseParallel(**WHOLE), "": Replicated()}
-    for chosen in (plan, {name: plan[name] for name in ("embed", "")}, {name: plan[name] for name in ("head", "")}):
+    plan = {
+        "embed": RowwiseParallel(**WHOLE),
+        "head": ColwiseParallel(**WHOLE),
+        "": Replicated(),
+    }
+    for chosen in (
+        plan,
+        {name: plan[name] for name in ("embed", "")},
+        {name: plan[name] for name in ("head", "")},
+    ):
         is_forgotten = "embed" not in chosen
-        with pytest.warns(UserWarning, match="'embed' shares its table") if is_forgotten else contextlib.nullcontext():
+        with (
+            pytest.warns(UserWarning, match="'embed' shares its table")
+            if is_forgotten
+            else contextlib.nullcontext()
+        ):
             many = parallelize_module(copy.deepcopy(one), mesh, chosen)
         assert many.head.weight is many.embed.weight
         assert many.head.weight.placements == (S(0),)
         assert len(list(many.parameters())) == 3
         copied = copy.deepcopy(one)
-        optimizer, expected = (torch.optim.AdamW(net.parameters(), lr=0.1) for net in (many, copied))
+        optimizer, expected = (
+            torch.optim.AdamW(net.parameters(), lr=0.1) for net in (many, copied)
+        )
         for _ in range(3):
-            loss = F.cross_entropy(many(ids).flatten(0, 1), distribute_tensor(ids.flatten(), mesh, [R]))
+            loss = F.cross_entropy(
+                many(ids).flatten(0, 1), distribute_tensor(ids.flatten(), mesh, [R])
+            )
             true = F.cross_entropy(copied(ids).flatten(0, 1), ids.flatten())
             same(loss, true)
             for value, update in ((loss, optimizer), (true, expected)):
@@ -290,8 +357,15 @@ def test_tied_weights_stay_tied():
                 value.backward()
                 update.step()
         same(many.head.weight, copied.head.weight)
-    with pytest.raises(ValueError, match=r"head: .* already lies in .* where two share a parameter their styles must"):
-        parallelize_module(copy.deepcopy(one), mesh, {"embed": ColwiseParallel(), "head": ColwiseParallel()})
+    with pytest.raises(
+        ValueError,
+        match=r"head: .* already lies in .* where two share a parameter their styles must",
+    ):
+        parallelize_module(
+            copy.deepcopy(one),
+            mesh,
+            {"embed": ColwiseParallel(), "head": ColwiseParallel()},
+        )
 
 
 class Tagged(nn.Module):
@@ -309,7 +383,9 @@ def test_prepare_inputs_and_outputs():
     def made(style):
         return parallelize_module(Tagged(), mesh, style)
 
-    module = made(PrepareModuleInput(input_layouts=(S(0), None), desired_input_layouts=(R, None)))
+    module = made(
+        PrepareModuleInput(input_layouts=(S(0), None), desired_input_layouts=(R, None))
+    )
     y, _ = module(part, 3)
     assert module.seen[0].placements == (R,)
     same(y, x * 3)
@@ -326,11 +402,19 @@ def test_prepare_inputs_and_outputs():
     for value in module.seen:
         assert type(value) is torch.Tensor
         same(value, x.chunk(2, 1)[rank])
-    module = made(PrepareModuleOutput(output_layouts=(S(0), None), desired_output_layouts=(R, None)))
+    module = made(
+        PrepareModuleOutput(
+            output_layouts=(S(0), None), desired_output_layouts=(R, None)
+        )
+    )
     y, other = module(part, 2)
     same(y, x * 2)
     assert other is part
-    module = made(PrepareModuleOutput(output_layouts=[S(0), S(0)], desired_output_layouts=[S(1), R], **WHOLE))
+    module = made(
+        PrepareModuleOutput(
+            output_layouts=[S(0), S(0)], desired_output_layouts=[S(1), R], **WHOLE
+        )
+    )
     y, other = module(part, 2)
     assert (y.placements, other.placements) == ((S(1),), (R,))
     module = made(
@@ -350,22 +434,42 @@ def test_prepare_inputs_and_outputs():
 @on_ranks(2)
 def test_prepare_refuses_what_does_not_fit():
     mesh, x = tp(), draw(4, 6)
-    with pytest.raises(AssertionError, match="input_layouts and desired_input_layouts must have one length"):
+    with pytest.raises(
+        AssertionError,
+        match="input_layouts and desired_input_layouts must have one length",
+    ):
         PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=(R,))
     with pytest.raises(AssertionError, match="must have one length"):
         PrepareModuleInput(input_layouts=R)
     with pytest.raises(AssertionError, match="must name the same arguments"):
-        PrepareModuleInput(input_kwarg_layouts={"a": R}, desired_input_kwarg_layouts={"b": R})
-    with pytest.raises(AssertionError, match="output_layouts and desired_output_layouts must have one length"):
+        PrepareModuleInput(
+            input_kwarg_layouts={"a": R}, desired_input_kwarg_layouts={"b": R}
+        )
+    with pytest.raises(
+        AssertionError,
+        match="output_layouts and desired_output_layouts must have one length",
+    ):
         PrepareModuleOutput(output_layouts=(R, R), desired_output_layouts=R)
-    module = parallelize_module(Tagged(), mesh, PrepareModuleInput(input_layouts=R, desired_input_layouts=R))
-    with pytest.raises(ValueError, match="1 input layouts were given, but it has 2 inputs"):
+    module = parallelize_module(
+        Tagged(), mesh, PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
+    )
+    with pytest.raises(
+        ValueError, match="1 input layouts were given, but it has 2 inputs"
+    ):
         module(x, 2)
-    module = parallelize_module(Tagged(), mesh, PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=(R, R)))
+    module = parallelize_module(
+        Tagged(),
+        mesh,
+        PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=(R, R)),
+    )
     with pytest.raises(ValueError, match="input 1 has the layout R, but it is int"):
         module(x, 2)
-    module = parallelize_module(Tagged(), mesh, PrepareModuleOutput(output_layouts=R, desired_output_layouts=R))
-    with pytest.raises(ValueError, match="1 output layouts were given, but it has 2 outputs"):
+    module = parallelize_module(
+        Tagged(), mesh, PrepareModuleOutput(output_layouts=R, desired_output_layouts=R)
+    )
+    with pytest.raises(
+        ValueError, match="1 output layouts were given, but it has 2 outputs"
+    ):
         module(x, 2)
 
 
@@ -373,16 +477,25 @@ def test_prepare_refuses_what_does_not_fit():
 def test_a_plan_tells_what_it_did():
     mesh = tp()
     net = nn.Sequential(Block(), Block(), nn.Linear(8, 3))
-    with pytest.warns(UserWarning, match=r"'\*.qq' matches no module; did you mean .*\.q") as told:
-        parallelize_module(net, mesh, {"*.qq": ColwiseParallel(), "*.q": ColwiseParallel(heads=4)})
+    with pytest.warns(
+        UserWarning, match=r"'\*.qq' matches no module; did you mean .*\.q"
+    ) as told:
+        parallelize_module(
+            net, mesh, {"*.qq": ColwiseParallel(), "*.q": ColwiseParallel(heads=4)}
+        )
     assert len(told) == 1
     assert told[0].filename == __file__
     table = parallel_table(net).splitlines()
     [line] = [line for line in table if line.startswith("*.q ")]
-    assert " ".join(line.split()) == "*.q ColwiseParallel(heads=4) weight [S(0)] [8, 8], bias [S(0)] [8] 2"
+    assert (
+        " ".join(line.split())
+        == "*.q ColwiseParallel(heads=4) weight [S(0)] [8, 8], bias [S(0)] [8] 2"
+    )
     [line] = [line for line in table if line.startswith("2 ")]
     assert "plain" in line
-    assert table[-1].startswith("plain on every rank: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight, 0.k.weight")
+    assert table[-1].startswith(
+        "plain on every rank: 0.norm1.weight, 0.norm1.bias, 0.norm2.weight, 0.k.weight"
+    )
     with pytest.warns(UserWarning, match="there is no plan"):
         parallelize_module(nn.Linear(2, 2), mesh)
 
@@ -390,32 +503,62 @@ def test_a_plan_tells_what_it_did():
 @on_ranks(4)
 def test_bad_plans_are_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"expected a mesh of one axis, got .*; take one of its axes, mesh\['tp'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a mesh of one axis, got .*; take one of its axes, mesh\['tp'\]",
+    ):
         parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
     four = tp(4)
-    with pytest.raises(ValueError, match=r"0.q: ColwiseParallel: 6 heads cannot be shared evenly by the 4 ranks of"):
-        parallelize_module(nn.Sequential(Block(12, 6)), four, {"*.q": ColwiseParallel(heads=6)})
+    with pytest.raises(
+        ValueError,
+        match=r"0.q: ColwiseParallel: 6 heads cannot be shared evenly by the 4 ranks of",
+    ):
+        parallelize_module(
+            nn.Sequential(Block(12, 6)), four, {"*.q": ColwiseParallel(heads=6)}
+        )
     with pytest.raises(ValueError, match="8 outputs are not those of 3 heads"):
         parallelize_module(nn.Linear(4, 8), four, ColwiseParallel(heads=3))
-    with pytest.raises(ValueError, match=r"8 heads in sections of \(8, 4, 4\) cannot be shared evenly by the 4 ranks"):
-        parallelize_module(nn.Linear(8, 16), four, FusedColwiseParallel(sections=(8, 4, 4), heads=8))
+    with pytest.raises(
+        ValueError,
+        match=r"8 heads in sections of \(8, 4, 4\) cannot be shared evenly by the 4 ranks",
+    ):
+        parallelize_module(
+            nn.Linear(8, 16), four, FusedColwiseParallel(sections=(8, 4, 4), heads=8)
+        )
     with pytest.raises(ValueError, match="16 outputs are not 3 sections of a size"):
         parallelize_module(nn.Linear(8, 16), four, FusedColwiseParallel(sections=3))
-    with pytest.raises(ValueError, match=r"sections \(8, 4\) do not add up to 16 outputs"):
-        parallelize_module(nn.Linear(8, 16), four, FusedColwiseParallel(sections=(8, 4)))
-    with pytest.raises(TypeError, match="norm1: RowwiseParallel: expected a linear layer, .* got LayerNorm"):
+    with pytest.raises(
+        ValueError, match=r"sections \(8, 4\) do not add up to 16 outputs"
+    ):
+        parallelize_module(
+            nn.Linear(8, 16), four, FusedColwiseParallel(sections=(8, 4))
+        )
+    with pytest.raises(
+        TypeError,
+        match="norm1: RowwiseParallel: expected a linear layer, .* got LayerNorm",
+    ):
         parallelize_module(Block(), four, {"norm1": RowwiseParallel()})
     with pytest.raises(TypeError, match="expected a style for 'q', got 'colwise'"):
         parallelize_module(Block(), four, {"q": "colwise"})
-    with pytest.raises(TypeError, match=r"input_layouts: expected a placement .* got \(Shard"):
+    with pytest.raises(
+        TypeError, match=r"input_layouts: expected a placement .* got \(Shard"
+    ):
         ColwiseParallel(input_layouts=(S(0),))
     linear = parallelize_module(nn.Linear(4, 8), four, ColwiseParallel())
-    with pytest.raises(ValueError, match=r"weight of Linear already lies in .*; a module takes one style, and"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight of Linear already lies in .*; a module takes one style, and",
+    ):
         parallelize_module(linear, four, RowwiseParallel())
-    with pytest.raises(ValueError, match="Linear: expected a tensor as its first positional argument"):
+    with pytest.raises(
+        ValueError, match="Linear: expected a tensor as its first positional argument"
+    ):
         linear(input=torch.ones(2, 4))
     other = init_device_mesh(
-        "cpu", (2,), mesh_dim_names=("tp",), rank_list=[four.rank // 2 * 2, four.rank // 2 * 2 + 1]
+        "cpu",
+        (2,),
+        mesh_dim_names=("tp",),
+        rank_list=[four.rank // 2 * 2, four.rank // 2 * 2 + 1],
     )
     with pytest.raises(ValueError, match="which is none of its axes"):
         linear(distribute_tensor(torch.ones(2, 4), other, [R]))
@@ -429,7 +572,10 @@ def test_uneven_sizes():
     one = fresh(lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5)))
     x = draw(3, 5, 6)
     for local in (True, False):  # the row-wise layer knows how many features there are
-        plan = {"0": ColwiseParallel(use_local_output=local), "2": RowwiseParallel(use_local_output=local)}
+        plan = {
+            "0": ColwiseParallel(use_local_output=local),
+            "2": RowwiseParallel(use_local_output=local),
+        }
         many = parallelize_module(copy.deepcopy(one), mesh, plan)
         y = many(x)
         same(y, one(x))
@@ -440,9 +586,15 @@ def test_uneven_sizes():
     # A sequence of 5 in plain shards: nobody could tell from one of them how long it is.
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=S(1))}
     many = parallelize_module(copy.deepcopy(one), mesh, plan)
-    with pytest.raises(ValueError, match=r"output of shape \(3, 5, 5\) .* different sizes.*use_local_output=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"output of shape \(3, 5, 5\) .* different sizes.*use_local_output=False",
+    ):
         many(x)
-    plan = {"0": ColwiseParallel(**WHOLE), "2": RowwiseParallel(output_layouts=S(1), **WHOLE)}
+    plan = {
+        "0": ColwiseParallel(**WHOLE),
+        "2": RowwiseParallel(output_layouts=S(1), **WHOLE),
+    }
     many = parallelize_module(copy.deepcopy(one), mesh, plan)
     assert many(x).placements == (S(1),)
     same(many(x), one(x))
@@ -468,14 +620,26 @@ def test_data_and_tensor_parallel_together():
             y.pow(2).mean().backward()
         same(y, truth)
         same_gradients(many, one)
-        along = [entry.axis for entry in ledger.entries if entry.collective == "all_reduce" and entry.axis != "tp"]
-        assert along == (["dp", "all axes"] if cut else ["dp"]), ledger.table()  # gradients of norms along both
+        along = [
+            entry.axis
+            for entry in ledger.entries
+            if entry.collective == "all_reduce" and entry.axis != "tp"
+        ]
+        assert along == (["dp", "all axes"] if cut else ["dp"]), (
+            ledger.table()
+        )  # gradients of norms along both
     with pytest.raises(ValueError, match="copied along a data axis already"):
         replicate(many, mesh["dp"])
     many = copy.deepcopy(one)
-    replicate(parallelize_module(many, mesh["tp"], block_plan(sequence_parallel=False, local=True)), mesh["dp"])
+    replicate(
+        parallelize_module(
+            many, mesh["tp"], block_plan(sequence_parallel=False, local=True)
+        ),
+        mesh["dp"],
+    )
     with pytest.raises(
-        ValueError, match=r"plain shard, but in this model plain tensors are taken for copies; say use_loc"
+        ValueError,
+        match=r"plain shard, but in this model plain tensors are taken for copies; say use_loc",
     ):
         many(x.chunk(2)[place])
 
@@ -494,11 +658,17 @@ def test_data_parallel_alone_and_other_batch_dims():
     assert ledger.counts() == {"all_reduce": 1}
     same(y, one(x))
     same_gradients(many, one)
-    for mine, true in zip(replicate(different(mesh.rank), mesh).parameters(), different(0).parameters(), strict=True):
+    for mine, true in zip(
+        replicate(different(mesh.rank), mesh).parameters(),
+        different(0).parameters(),
+        strict=True,
+    ):
         same(mine, true)  # all have the first rank's
     with pytest.raises(ValueError, match=r"must be axes of one mesh"):
         net = parallelize_module(
-            nn.Linear(4, 4), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), ColwiseParallel()
+            nn.Linear(4, 4),
+            init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+            ColwiseParallel(),
         )
         replicate(net, mesh)
 
@@ -513,9 +683,13 @@ def test_whose_parameters_count():
     mesh = tp()
     rank = mesh.get_local_rank()
     for source in (0, 1):
-        many = parallelize_module(different(rank), mesh, ColwiseParallel(), src_data_rank=source)
+        many = parallelize_module(
+            different(rank), mesh, ColwiseParallel(), src_data_rank=source
+        )
         same(many.weight, different(source).weight)
-    many = parallelize_module(different(rank), mesh, ColwiseParallel(), src_data_rank=None)
+    many = parallelize_module(
+        different(rank), mesh, ColwiseParallel(), src_data_rank=None
+    )
     assert torch.equal(many.weight.to_local(), different(rank).weight.chunk(2)[rank])
     many = parallelize_module(different(rank), mesh, Replicated(), src_data_rank=1)
     assert torch.equal(many.weight.to_local(), different(1).weight)
@@ -540,14 +714,18 @@ def test_parameters_without_data():
 def test_copies_of_a_parallel_model_and_errors_within_it():
     mesh, x = tp(), draw(2, 4, 8)
     one = fresh(Block)
-    many = parallelize_module(copy.deepcopy(one), mesh, block_plan(sequence_parallel=False, local=False))
+    many = parallelize_module(
+        copy.deepcopy(one), mesh, block_plan(sequence_parallel=False, local=False)
+    )
     twin = copy.deepcopy(many)
     assert twin.q.weight is not many.q.weight
     same(twin(x), one(x))
     with pytest.raises(ValueError, match="factor n0 has size 7"):
         many(draw(2, 4, 7))
     with pytest.raises(RuntimeError, match="is a plain tensor among"):
-        many.q.weight + torch.ones(8, 8, dtype=torch.float64)  # what holds within the model does not hold after it
+        many.q.weight + torch.ones(
+            8, 8, dtype=torch.float64
+        )  # what holds within the model does not hold after it
     same(many(x), one(x))
 
 
@@ -573,14 +751,18 @@ def test_dropout_keeps_replicas_in_step():
             outputs.append(y.full_tensor().detach())
         assert not torch.equal(outputs[0], one.eval()(x))
         for p in many.parameters():
-            DTensor.from_local(p.to_local().detach(), mesh, p.placements, shape=p.shape, run_check=True)
+            DTensor.from_local(
+                p.to_local().detach(), mesh, p.placements, shape=p.shape, run_check=True
+            )
         many.eval()
         same(many(x.chunk(2)[mesh.get_coordinate()[0]]), moved_to_one(many, one)(x))
 
 
 def moved_to_one(many, one):
     twin = copy.deepcopy(one).eval()
-    twin.load_state_dict({name: value.full_tensor() for name, value in many.state_dict().items()})
+    twin.load_state_dict(
+        {name: value.full_tensor() for name, value in many.state_dict().items()}
+    )
     return twin
 
 
@@ -588,4 +770,6 @@ def moved_to_one(many, one):
 def test_no_warning_in_a_plan_that_fits():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallelize_module(Block(), tp(), block_plan(sequence_parallel=True, local=False))
+        parallelize_module(
+            Block(), tp(), block_plan(sequence_parallel=True, local=False)
+        )

@@ -23,7 +23,10 @@ from hyper_parallel import (
     get_platform,
     init_device_mesh,
 )
-from hyper_parallel.core.distributed_checkpoint import CheckpointError, CheckpointManager
+from hyper_parallel.core.distributed_checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+)
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks, run_ranks
@@ -42,7 +45,9 @@ def wait_in_redistribute(shape, names):
         torch.distributed.barrier()
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         placements = [Replicate()] * (len(shape) - 1)
-        distribute_tensor(torch.ones(LARGE), mesh, [*placements, Shard(0)]).full_tensor()  # the group is made
+        distribute_tensor(
+            torch.ones(LARGE), mesh, [*placements, Shard(0)]
+        ).full_tensor()  # the group is made
         x = distribute_tensor(torch.ones(LARGE), mesh, [*placements, Shard(0)])
         if platform.get_rank() == 1:
             time.sleep(4.5)  # it raised, and lives
@@ -51,7 +56,9 @@ def wait_in_redistribute(shape, names):
             x.full_tensor()
             return None
         start = time.monotonic()
-        with pytest.raises(CommunicationError, match=r"ranks that never came: \[1\]") as raised:
+        with pytest.raises(
+            CommunicationError, match=r"ranks that never came: \[1\]"
+        ) as raised:
             x.full_tensor()
         return time.monotonic() - start, raised.value.missing
     finally:
@@ -64,13 +71,17 @@ def on_groups_of_torch(shape, names):
     store = torch.distributed.distributed_c10d._get_default_store()
     get_platform().destroy_process_group()
     own = torch.distributed.PrefixStore("again", store)
-    torch.distributed.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=2))
+    torch.distributed.init_process_group(
+        "gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=2)
+    )
     return wait_in_redistribute(shape, names)
 
 
 @pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 2), ("dp", "tp"))])
 def test_a_gather_by_messages_ends_in_the_time_that_torch_was_told(shape, names):
-    waited, missing = run_ranks(on_groups_of_torch, 2 * len(shape), shape, names, timeout=30)[0]
+    waited, missing = run_ranks(
+        on_groups_of_torch, 2 * len(shape), shape, names, timeout=30
+    )[0]
     assert missing == (1,)
     assert waited < 2 + 2  # the timeout, and a second for what the others have to say
 
@@ -112,11 +123,19 @@ def free_port():
 def test_a_host_that_does_not_answer_is_told_in_time(tmp_path, stopped, check):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(STOPPED))
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     job["HYPER_PARALLEL_CHECK_ORDER"] = check
     command = [sys.executable, str(script), str(stopped)]
     options = {"stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen(command, env={**os.environ, **job, "RANK": str(r)}, **options) for r in range(2)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **job, "RANK": str(r)}, **options)
+        for r in range(2)
+    ]
     try:
         out, _ = ranks[1 - stopped].communicate(timeout=60)
     finally:
@@ -126,7 +145,11 @@ def test_a_host_that_does_not_answer_is_told_in_time(tmp_path, stopped, check):
     seconds, kind, told = out.split(" ", 2)
     assert kind == "CommunicationError", out
     assert float(seconds) < 2 + 4, out
-    assert ("the job's store does not answer" if stopped == 0 else "ranks that never came: [1]") in told
+    assert (
+        "the job's store does not answer"
+        if stopped == 0
+        else "ranks that never came: [1]"
+    ) in told
 
 
 # --- ranks that part are told without being asked
@@ -139,9 +162,16 @@ def test_ranks_that_part_are_told_by_default():
     group = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)).get_group()
     for _ in range(3):
         platform.all_reduce(torch.ones(1), group)
-    with pytest.raises(CommunicationError, match="the ranks part at collective 4 of axis 'tp'") as raised:
-        platform.all_gather_into_tensor(torch.ones(1000), group) if rank else platform.all_reduce(torch.ones(2), group)
-    assert "rank 0 issued all_reduce(sum, float32, (2,)) at test_told_in_time.py:" in str(raised.value)
+    with pytest.raises(
+        CommunicationError, match="the ranks part at collective 4 of axis 'tp'"
+    ) as raised:
+        platform.all_gather_into_tensor(
+            torch.ones(1000), group
+        ) if rank else platform.all_reduce(torch.ones(2), group)
+    assert (
+        "rank 0 issued all_reduce(sum, float32, (2,)) at test_told_in_time.py:"
+        in str(raised.value)
+    )
     assert "look for a branch that not all ranks take" in str(raised.value)
 
 
@@ -173,10 +203,14 @@ def test_splits_that_do_not_fit_are_told():
     rank = platform.get_rank()
     sends = [[1, 2], [3, 4]][rank]
     right, wrong = [[1, 3], [2, 4]][rank], [[1, 3], [3, 4]][rank]
-    made = platform.differentiable_all_to_all_single(torch.ones(sum(sends)), sends, right, None)
+    made = platform.differentiable_all_to_all_single(
+        torch.ones(sum(sends)), sends, right, None
+    )
     assert made.shape == (sum(right),)
     with pytest.raises(CommunicationError, match=r"sends \[1, 2\], receives \[1, 3\]"):
-        platform.differentiable_all_to_all_single(torch.ones(sum(sends)), sends, wrong, None)
+        platform.differentiable_all_to_all_single(
+            torch.ones(sum(sends)), sends, wrong, None
+        )
 
 
 # --- from_local
@@ -189,7 +223,9 @@ def test_pieces_of_other_sizes_without_the_shape_of_the_whole(how):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     piece = torch.full((3 - rank, 5), float(rank))
     x = DTensor.from_local(piece, mesh, [Shard(0)])
-    with pytest.raises(CommunicationError, match=r"DTensor\.from_local\(\.\.\., shape=\)") as raised:
+    with pytest.raises(
+        CommunicationError, match=r"DTensor\.from_local\(\.\.\., shape=\)"
+    ) as raised:
         x.full_tensor() if how == "full_tensor" else x.redistribute(mesh, [Shard(1)])
     assert "rank 0 issued" in str(raised.value)
     assert "rank 1 issued" in str(raised.value)
@@ -200,9 +236,13 @@ def test_pieces_of_other_sizes_are_told_at_once_where_that_is_asked_for():
     rank = get_platform().get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     piece = torch.full((3 - rank,), float(rank))
-    with pytest.raises(ValueError, match=r"another shape than rank 0.*from_local\(\.\.\., shape=\)"):
+    with pytest.raises(
+        ValueError, match=r"another shape than rank 0.*from_local\(\.\.\., shape=\)"
+    ):
         DTensor.from_local(piece, mesh, [Shard(0)], run_check=True)
-    whole = DTensor.from_local(piece, mesh, [Shard(0)], shape=(5,), run_check=True).full_tensor()
+    whole = DTensor.from_local(
+        piece, mesh, [Shard(0)], shape=(5,), run_check=True
+    ).full_tensor()
     assert whole.tolist() == [0, 0, 0, 1, 1]
 
 
@@ -225,7 +265,8 @@ def test_a_save_that_does_not_end_names_the_ranks(tmp_path):
     try:
         manager.save(1, {"w": torch.ones(4)})
         with pytest.raises(
-            CheckpointError, match=r"not whole after 0\.5 s: ranks \[0, 1\]|ranks \[1\] are still writing"
+            CheckpointError,
+            match=r"not whole after 0\.5 s: ranks \[0, 1\]|ranks \[1\] are still writing",
         ):
             manager.wait()
     finally:
@@ -245,7 +286,9 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     )
     parent = "import subprocess, sys\n"
     parent += f"child = subprocess.Popen([sys.executable, {str(child)!r}])\nprint(child.pid, flush=True)\nchild.wait()"
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+    ) as process:
         pid = int(process.stdout.readline())
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGKILL)

@@ -16,11 +16,15 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def mesh_of(*sizes):
-    return hyper_parallel.init_device_mesh("cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)]))
+    return hyper_parallel.init_device_mesh(
+        "cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)])
+    )
 
 
 def close(found, expected, tolerance=1e-12):
@@ -51,19 +55,29 @@ def test_redistribute_casts_before_it_communicates():
     (local * w).sum().backward()
     rounded = (w.to(half) + w.to(half)).double()
     close(leaf.grad.full_tensor(), rounded)
-    assert not torch.equal(rounded, w + w)  # the control: it was communicated in bfloat16
+    assert not torch.equal(
+        rounded, w + w
+    )  # the control: it was communicated in bfloat16
 
 
 @on_ranks(2)
 def test_redistribute_in_another_dtype_is_that_of_torch_and_refuses_maxima():
     mesh = mesh_of(2)
     x = draw(4, 6)
-    found = distribute_tensor(x, mesh, [S0]).redistribute(mesh, [S1], forward_dtype=torch.float32)
-    native = theirs.distribute_tensor(x, mesh_to_native(mesh), [theirs.Shard(0)], src_data_rank=None)
-    expected = native.redistribute(placements=[theirs.Shard(1)], forward_dtype=torch.float32)
+    found = distribute_tensor(x, mesh, [S0]).redistribute(
+        mesh, [S1], forward_dtype=torch.float32
+    )
+    native = theirs.distribute_tensor(
+        x, mesh_to_native(mesh), [theirs.Shard(0)], src_data_rank=None
+    )
+    expected = native.redistribute(
+        placements=[theirs.Shard(1)], forward_dtype=torch.float32
+    )
     close(found.to_local(), expected.to_local())
     with pytest.raises(ValueError, match=r"no sum.*HP224"):
-        DTensor.from_local(x, mesh, [Partial("max")]).redistribute(mesh, [R], forward_dtype=torch.float32)
+        DTensor.from_local(x, mesh, [Partial("max")]).redistribute(
+            mesh, [R], forward_dtype=torch.float32
+        )
     product = DTensor.from_local(torch.tensor([2.0]), mesh, [Partial("product")])
     assert product.placements == (Partial("prod"),)
     assert product.full_tensor().item() == 4
@@ -116,7 +130,10 @@ def test_operators_in_place_change_the_shape():
             close(leaf.grad.full_tensor(), true.grad)
     x, plain = distribute_tensor(draw(1, 4, 1), mesh, [S1]), draw(1, 4, 1)
     close(x.squeeze_().full_tensor(), plain.squeeze_())
-    x, plain = distribute_tensor(draw(2, 4), mesh, [S0]), draw(2, 4)  # a shard of one row keeps that dim
+    x, plain = (
+        distribute_tensor(draw(2, 4), mesh, [S0]),
+        draw(2, 4),
+    )  # a shard of one row keeps that dim
     assert x.squeeze_().shape == plain.squeeze_().shape
     with torch.no_grad():
         parameter = torch.nn.Parameter(distribute_tensor(draw(4, 6), mesh, [S0]))
@@ -158,7 +175,9 @@ def test_a_tensor_of_one_element_is_a_number():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for parameter in (weight, true):
-            optimizer = torch.optim.Adam([parameter], lr=torch.tensor([0.1]), fused=True)
+            optimizer = torch.optim.Adam(
+                [parameter], lr=torch.tensor([0.1]), fused=True
+            )
             parameter.square().sum().backward()
             optimizer.step()
     close(weight.full_tensor(), true.detach())

@@ -16,14 +16,18 @@ from hyper_parallel.testing import on_ranks
 
 @on_ranks(4)
 def test_a_mesh_is_cut_by_names_of_flattened_axes():
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "cp"))
+    mesh = init_device_mesh(
+        "cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "cp")
+    )
     assert mesh.get_rank() == torch.distributed.get_rank()
     mesh["shard", "cp"].flatten("shard_cp")
     both = mesh["replicate", "shard_cp"]
     native = init_native("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "cp"))
     native["shard", "cp"]._flatten("shard_cp")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch wants its users to keep the flattened mesh
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch wants its users to keep the flattened mesh
         expected = native["replicate", "shard_cp"]
     assert both.mesh_shape == tuple(expected.shape) == (2, 2)
     assert both.mesh_dim_names == expected.mesh_dim_names
@@ -34,7 +38,11 @@ def test_a_mesh_is_cut_by_names_of_flattened_axes():
     assert found.to_local().shape == (1, 2)
     mesh["replicate", "shard"].flatten("both")
     assert mesh["both", "cp"].mesh_shape == (4, 1)
-    for names in (("shard_cp", "replicate"), ("shard", "shard_cp"), ("both", "shard_cp")):
+    for names in (
+        ("shard_cp", "replicate"),
+        ("shard", "shard_cp"),
+        ("both", "shard_cp"),
+    ):
         with pytest.raises(ValueError, match="HP203"):
             mesh[names]
     with pytest.raises(KeyError, match="HP203"):
@@ -52,7 +60,9 @@ def test_functional_collectives_take_a_mesh_for_a_group():
     assert functional.all_reduce(one, "sum", (mesh, 0)).tolist() == [sum(column)] * 2
     scattered = functional.reduce_scatter_single(one, "sum", 0, (mesh, 1))
     assert scattered.tolist() == [sum(line)]
-    native = init_native("cpu", (2, 2), mesh_dim_names=("dp", "tp"))  # torch's own still do
+    native = init_native(
+        "cpu", (2, 2), mesh_dim_names=("dp", "tp")
+    )  # torch's own still do
     assert functional.all_reduce(one, "sum", (native, 1)).tolist() == [sum(line)] * 2
     with pytest.raises(ValueError, match=r"say which one.*HP203"):
         functional.all_reduce(one, "sum", mesh)
@@ -60,12 +70,18 @@ def test_functional_collectives_take_a_mesh_for_a_group():
 
 @on_ranks(2)
 def test_the_backend_of_an_axis_is_that_of_the_job():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",), backend_override={"x": "gloo"})
+    mesh = init_device_mesh(
+        "cpu", (2,), mesh_dim_names=("x",), backend_override={"x": "gloo"}
+    )
     assert mesh.size() == 2
     for override in ({"x": "nccl"}, {0: ("gloo", object())}):
         with pytest.raises(NotImplementedError, match="HP234"):
-            init_device_mesh("cpu", (2,), mesh_dim_names=("x",), backend_override=override)
-    assert distribute_tensor(torch.ones(2), mesh, [Replicate()]).full_tensor().sum() == 2
+            init_device_mesh(
+                "cpu", (2,), mesh_dim_names=("x",), backend_override=override
+            )
+    assert (
+        distribute_tensor(torch.ones(2), mesh, [Replicate()]).full_tensor().sum() == 2
+    )
 
 
 _DRY_RUN = """
@@ -103,5 +119,11 @@ print("done")
 
 
 def test_a_dry_run_on_the_fake_backend():
-    done = subprocess.run([sys.executable, "-c", _DRY_RUN], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", _DRY_RUN],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.stdout.endswith("done\n"), done.stderr

@@ -12,21 +12,34 @@ from hyper_parallel.core.dtensor.interop import mesh_to_native
 from hyper_parallel.testing import on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-_NATIVE = {R: theirs.Replicate(), S0: theirs.Shard(0), S1: theirs.Shard(1), P: theirs.Partial()}
+_NATIVE = {
+    R: theirs.Replicate(),
+    S0: theirs.Shard(0),
+    S1: theirs.Shard(1),
+    P: theirs.Partial(),
+}
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def mesh_of(*sizes):
-    return hyper_parallel.init_device_mesh("cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)]))
+    return hyper_parallel.init_device_mesh(
+        "cpu", sizes, mesh_dim_names=tuple("xyz"[: len(sizes)])
+    )
 
 
 def both(mesh):
     """(module with the names, mesh, placements by ours) of this library and of torch."""
     yield DTensor, mesh, lambda placements: placements
-    yield theirs.DTensor, mesh_to_native(mesh), lambda placements: [_NATIVE[p] for p in placements]
+    yield (
+        theirs.DTensor,
+        mesh_to_native(mesh),
+        lambda placements: [_NATIVE[p] for p in placements],
+    )
 
 
 def whole(tensor):
@@ -54,21 +67,25 @@ def test_to_local_takes_gradients_in_parts():
         close(leaf.grad, w)
         # The default takes every rank's gradient for the whole one: the control.
         leaf = x.clone().requires_grad_()
-        (cls.from_local(leaf, native_mesh, named([R])) * 1).to_local()[rows].sum().backward()
+        (cls.from_local(leaf, native_mesh, named([R])) * 1).to_local()[
+            rows
+        ].sum().backward()
         assert leaf.grad[rows].eq(1).all()
         assert leaf.grad.sum() == 6
         # A shard has the gradient of a shard, and a part of a sum the whole one.
         for placement, size in ((S0, 2), (S1, 3)):
             leaf = x[:size].clone().requires_grad_()
-            local = (cls.from_local(leaf, native_mesh, named([placement])) * 2).to_local(
-                grad_placements=named([placement])
-            )
+            local = (
+                cls.from_local(leaf, native_mesh, named([placement])) * 2
+            ).to_local(grad_placements=named([placement]))
             local.sum().backward()
             close(leaf.grad, torch.full_like(leaf, 2))
         for given, expected in ((None, 1), ([R], 1), ([P], 2)):
             leaf = x.clone().requires_grad_()
             part = cls.from_local(leaf, native_mesh, named([P]))
-            part.to_local(grad_placements=None if given is None else named(given)).sum().backward()
+            part.to_local(
+                grad_placements=None if given is None else named(given)
+            ).sum().backward()
             close(leaf.grad, torch.full_like(leaf, expected))
 
 
@@ -92,7 +109,9 @@ def test_full_tensor_takes_gradients_in_parts_as_torch_does():
     rows = slice(2 * mesh.rank, 2 * mesh.rank + 2)
     for cls, native_mesh, named in both(mesh):
         leaf = x[rows].clone().requires_grad_()
-        full = cls.from_local(leaf, native_mesh, named([S0])).full_tensor(grad_placements=named([P]))
+        full = cls.from_local(leaf, native_mesh, named([S0])).full_tensor(
+            grad_placements=named([P])
+        )
         (full[rows] * w[rows]).sum().backward()
         close(leaf.grad, w[rows])
 
@@ -102,9 +121,17 @@ def test_from_local_gives_its_gradient_in_the_placements_asked_for():
     mesh = mesh_of(2)
     x, w = draw(4, 3), draw(4, 3, seed=1)
     for cls, native_mesh, named in both(mesh):
-        for placement, given, is_part in ((R, R, False), (R, P, True), (P, R, False), (P, P, True), (S0, S0, False)):
+        for placement, given, is_part in (
+            (R, R, False),
+            (R, P, True),
+            (P, R, False),
+            (P, P, True),
+            (S0, S0, False),
+        ):
             leaf = x.clone().requires_grad_()
-            made = cls.from_local(leaf, native_mesh, named([placement]), grad_placements=named([given]))
+            made = cls.from_local(
+                leaf, native_mesh, named([placement]), grad_placements=named([given])
+            )
             weight = w if placement != S0 else torch.cat([w, w])
             weight = cls.from_local(weight, native_mesh, named([R]))
             loss = (made * weight).sum()
@@ -121,7 +148,9 @@ def test_a_gradient_in_parts_is_exact_in_the_second_order():
     x = draw(4, 3)
 
     def second(tensor, local_of):
-        [grad] = torch.autograd.grad(local_of(tensor * tensor), tensor, create_graph=True)
+        [grad] = torch.autograd.grad(
+            local_of(tensor * tensor), tensor, create_graph=True
+        )
         return grad
 
     plain = x.clone().requires_grad_()
@@ -144,7 +173,9 @@ def test_gradients_that_have_no_meaning_are_refused():
         lambda: x.to_local(grad_placements=[S1]),
         lambda: x.full_tensor(grad_placements=[S0]),
         lambda: x.redistribute(mesh, [R]).to_local(grad_placements=[Partial("max")]),
-        lambda: DTensor.from_local(draw(4), mesh, [Partial("max")], grad_placements=[R]),
+        lambda: DTensor.from_local(
+            draw(4), mesh, [Partial("max")], grad_placements=[R]
+        ),
         lambda: DTensor.from_local(draw(4), mesh, [S0], grad_placements=[P]),
     ):
         with pytest.raises(ValueError, match="HP232"):
@@ -155,8 +186,13 @@ def test_gradients_that_have_no_meaning_are_refused():
 def test_from_local_takes_the_stride_of_the_whole():
     mesh = mesh_of(2)
     shard = draw(2, 3)
-    assert DTensor.from_local(shard, mesh, [S0], shape=(4, 3), stride=(3, 1)).shape == (4, 3)
-    assert DTensor.from_local(shard.t(), mesh, [S1], shape=(3, 4), stride=(1, 3)).stride() == (1, 3)
+    assert DTensor.from_local(shard, mesh, [S0], shape=(4, 3), stride=(3, 1)).shape == (
+        4,
+        3,
+    )
+    assert DTensor.from_local(
+        shard.t(), mesh, [S1], shape=(3, 4), stride=(1, 3)
+    ).stride() == (1, 3)
     with pytest.raises(ValueError, match="HP233"):
         DTensor.from_local(shard, mesh, [S0], shape=(4, 3), stride=(1, 4))
 
@@ -170,7 +206,11 @@ def test_without_placements_every_rank_has_all():
     x = draw(4, 3)
     with mesh:
         made = [distribute_tensor(x), DTensor.from_local(x)]
-    made += [distribute_tensor(x, mesh), DTensor.from_local(x, mesh), distribute_tensor(x, device_mesh=mesh)]
+    made += [
+        distribute_tensor(x, mesh),
+        DTensor.from_local(x, mesh),
+        distribute_tensor(x, device_mesh=mesh),
+    ]
     for tensor in made:
         assert tensor.placements == (R,)
         close(tensor.to_local(), x)
@@ -182,16 +222,31 @@ def test_factories_take_sizes_one_by_one():
     native = mesh_to_native(mesh)
     for name in ("zeros", "ones", "empty", "rand", "randn"):
         make, native_make = getattr(ours, name), getattr(theirs, name)
-        for sizes, shape in (((4, 3), (4, 3)), (((4, 3),), (4, 3)), (([4, 3],), (4, 3)), ((4,), (4,)), ((), ())):
+        for sizes, shape in (
+            ((4, 3), (4, 3)),
+            (((4, 3),), (4, 3)),
+            (([4, 3],), (4, 3)),
+            ((4,), (4,)),
+            ((), ()),
+        ):
             torch.manual_seed(3)
-            options = {"dtype": torch.float64, "requires_grad": True, "layout": torch.strided}
+            options = {
+                "dtype": torch.float64,
+                "requires_grad": True,
+                "layout": torch.strided,
+            }
             found = make(*sizes, device_mesh=mesh, placements=[R], **options)
             assert found.requires_grad
             assert found.is_leaf
             assert found.dtype is torch.float64
             assert found.shape == shape
             if name in ("zeros", "ones"):
-                expected = native_make(*sizes, device_mesh=native, placements=[theirs.Replicate()], **options)
+                expected = native_make(
+                    *sizes,
+                    device_mesh=native,
+                    placements=[theirs.Replicate()],
+                    **options,
+                )
                 close(found.full_tensor(), expected.full_tensor())
         assert make(4, 3, device_mesh=mesh).placements == (R,)
         assert make(4, 3, device_mesh=mesh, placements=[S0]).to_local().shape == (2, 3)

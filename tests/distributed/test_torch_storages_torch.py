@@ -11,7 +11,14 @@ from safetensors.torch import load_file
 from torch.distributed import tensor
 from torch.distributed.checkpoint import format_utils, staging
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.testing import run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -20,7 +27,10 @@ LAYOUTS = {2: ([S0], [S1], [R]), 4: ([S0, S0], [R, S1], [S1, R])}
 
 def whole(seed):
     draw = torch.Generator().manual_seed(seed)
-    return {str(shape): torch.randn(shape, generator=draw) for shape in ((8, 6), (5, 3), (1, 4))}
+    return {
+        str(shape): torch.randn(shape, generator=draw)
+        for shape in ((8, 6), (5, 3), (1, 4))
+    }
 
 
 def state_of(seed):
@@ -36,7 +46,11 @@ def state_of(seed):
 
 def is_first(state):
     """Whether these are the values of the first state, on this rank and with nothing left out."""
-    expected = {f"{name}.{number}": value for name, value in whole(0).items() for number in range(3)}
+    expected = {
+        f"{name}.{number}": value
+        for name, value in whole(0).items()
+        for number in range(3)
+    }
     expected["plain"] = torch.arange(3.0)
     assert state.keys() == expected.keys()
     for name, value in state.items():
@@ -65,27 +79,51 @@ def hugging_face(folder):
         ("whole", {"enable_consolidation": True, "fqn_to_index_mapping": names}),
     ):
         place = f"{folder}/{kind}"
-        dcp.save(state_of(0), storage_writer=dcp.HuggingFaceStorageWriter(place, save_distributed=True, **options))
+        dcp.save(
+            state_of(0),
+            storage_writer=dcp.HuggingFaceStorageWriter(
+                place, save_distributed=True, **options
+            ),
+        )
         loaded(storage_reader=dcp.HuggingFaceStorageReader(place))
     files = sorted(Path(place).glob("*.safetensors"))
     assert len(files) == 2
     is_first({name: value for file in files for name, value in load_file(file).items()})
-    told = raised(lambda: dcp.save(state_of(0), storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/lost")))
+    told = raised(
+        lambda: dcp.save(
+            state_of(0), storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/lost")
+        )
+    )
     assert "every rank would write to the same file; pass save_distributed=True" in told
     assert not list(Path(folder).glob("lost/*.safetensors"))
-    copies = {"a": distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (dist.get_world_size(),)), [R])}
+    copies = {
+        "a": distribute_tensor(
+            torch.arange(6.0), init_device_mesh("cpu", (dist.get_world_size(),)), [R]
+        )
+    }
     assert (
-        raised(lambda: dcp.save(copies, storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/copies"))) == "nothing"
+        raised(
+            lambda: dcp.save(
+                copies, storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/copies")
+            )
+        )
+        == "nothing"
     )
 
 
 def files_and_planners(folder):
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-    warnings.filterwarnings("ignore", message="`_get_pg_default_device`|Multiple backends")  # torch's own call
+    warnings.filterwarnings(
+        "ignore", message="`_get_pg_default_device`|Multiple backends"
+    )  # torch's own call
     for number, options in enumerate(
         (
             {"thread_count": 2, "single_file_per_rank": False},
-            {"sync_files": False, "per_thread_copy_ahead": 0, "cache_staged_state_dict": True},
+            {
+                "sync_files": False,
+                "per_thread_copy_ahead": 0,
+                "cache_staged_state_dict": True,
+            },
         )
     ):
         place = f"{folder}/{number}"
@@ -96,9 +134,16 @@ def files_and_planners(folder):
     assert "overwrite" in raised(lambda: dcp.save(state_of(1), storage_writer=again))
     group = dist.new_group(list(range(dist.get_world_size())))
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    dcp.save(state_of(0), checkpoint_id=f"{folder}/group", process_group=group, planner=planner)
+    dcp.save(
+        state_of(0),
+        checkpoint_id=f"{folder}/group",
+        process_group=group,
+        planner=planner,
+    )
     loaded(
-        checkpoint_id=f"{folder}/group", process_group=group, planner=dcp.DefaultLoadPlanner(allow_partial_load=True)
+        checkpoint_id=f"{folder}/group",
+        process_group=group,
+        planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
     )
     meta = {name: like_on_meta(value) for name, value in state_of(1).items()}
     dcp.load(meta, checkpoint_id=f"{folder}/group")
@@ -108,25 +153,48 @@ def files_and_planners(folder):
 def refusals(folder):
     """async_save, no_dist and broadcasts: an error of ours on every rank, before anything is lost or waits."""
     warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled|`_get_pg_default_device`|Multiple backends"
+        "ignore",
+        message="torch.distributed is disabled|`_get_pg_default_device`|Multiple backends",
     )
-    options = staging.StagingOptions(False, False, False, False)  # those that need no accelerator
+    options = staging.StagingOptions(
+        False, False, False, False
+    )  # those that need no accelerator
     for more in (
         {"checkpoint_id": f"{folder}/a"},
         {"storage_writer": dcp.FileSystemWriter(f"{folder}/b")},
-        {"checkpoint_id": f"{folder}/c", "async_stager": staging.DefaultStager(options)},
+        {
+            "checkpoint_id": f"{folder}/c",
+            "async_stager": staging.DefaultStager(options),
+        },
         {"checkpoint_id": f"{folder}/d", "async_stager": staging.BlockingAsyncStager()},
     ):
         told = raised(lambda more=more: dcp.async_save(state_of(0), **more))
-        assert all(part in told for part in ("async_save copies a tensor by its storage", "HP230")), told
+        assert all(
+            part in told
+            for part in ("async_save copies a tensor by its storage", "HP230")
+        ), told
     own = f"{folder}/{dist.get_rank()}"
     for alone in ({"no_dist": True}, {"use_collectives": False}):
-        told = raised(lambda alone=alone: dcp.save(state_of(0), checkpoint_id=own, **alone))
-        assert all(part in told for part in ("a checkpoint of this rank alone would miss the others", "HP230")), told
+        told = raised(
+            lambda alone=alone: dcp.save(state_of(0), checkpoint_id=own, **alone)
+        )
+        assert all(
+            part in told
+            for part in (
+                "a checkpoint of this rank alone would miss the others",
+                "HP230",
+            )
+        ), told
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    copies = {"a": distribute_tensor(torch.arange(6.0), mesh, [R]), "plain": torch.ones(2)}
+    copies = {
+        "a": distribute_tensor(torch.arange(6.0), mesh, [R]),
+        "plain": torch.ones(2),
+    }
     dcp.save(copies, checkpoint_id=own, no_dist=True)
-    found = {"a": distribute_tensor(torch.zeros(6), mesh, [S0]), "plain": torch.zeros(2)}
+    found = {
+        "a": distribute_tensor(torch.zeros(6), mesh, [S0]),
+        "plain": torch.zeros(2),
+    }
     dcp.load(found, checkpoint_id=own, no_dist=True)
     assert found["a"].full_tensor().equal(torch.arange(6.0))
     assert found["plain"].equal(torch.ones(2))
@@ -135,12 +203,28 @@ def refusals(folder):
         torch.save({"a": torch.arange(6.0), "plain": torch.ones(2)}, file)
         format_utils.torch_save_to_dcp(file, f"{folder}/converted")
     dist.barrier()
-    read = {"storage_reader": format_utils.BroadcastingTorchSaveReader(), "checkpoint_id": file}
+    read = {
+        "storage_reader": format_utils.BroadcastingTorchSaveReader(),
+        "checkpoint_id": file,
+    }
     for state in (found, copies):
         planner = format_utils.DynamicMetaLoadPlanner()
-        told = raised(lambda state=state, planner=planner: dcp.load(state, planner=planner, **read))
-        assert all(part in told for part in ("BroadcastingTorchSaveReader: a is a distributed tensor", "HP144")), told
-    found = {"a": distribute_tensor(torch.zeros(6), mesh, [S0]), "plain": torch.zeros(2)}
+        told = raised(
+            lambda state=state, planner=planner: dcp.load(
+                state, planner=planner, **read
+            )
+        )
+        assert all(
+            part in told
+            for part in (
+                "BroadcastingTorchSaveReader: a is a distributed tensor",
+                "HP144",
+            )
+        ), told
+    found = {
+        "a": distribute_tensor(torch.zeros(6), mesh, [S0]),
+        "plain": torch.zeros(2),
+    }
     dcp.load(found, checkpoint_id=f"{folder}/converted")
     assert found["a"].full_tensor().equal(torch.arange(6.0))
 
@@ -148,13 +232,27 @@ def refusals(folder):
 def torchs_own(folder):
     """Each library loads what the other saved, in other layouts and uneven shards."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    mesh, theirs = init_device_mesh("cpu", (2,)), torch.distributed.init_device_mesh("cpu", (2,))
+    mesh, theirs = (
+        init_device_mesh("cpu", (2,)),
+        torch.distributed.init_device_mesh("cpu", (2,)),
+    )
     value = torch.arange(20.0).view(5, 4)
-    layouts = ((S0, tensor.Shard(1)), (S1, tensor.Replicate()), (R, tensor.Shard(0)), (S0, tensor.Shard(0)))
+    layouts = (
+        (S0, tensor.Shard(1)),
+        (S1, tensor.Replicate()),
+        (R, tensor.Shard(0)),
+        (S0, tensor.Shard(0)),
+    )
     for number, (ours, other) in enumerate(layouts):
         places = [f"{folder}/{name}{number}" for name in ("ours", "theirs")]
-        saved = [distribute_tensor(value, mesh, [ours]), tensor.distribute_tensor(value, theirs, [other])]
-        empty = [tensor.distribute_tensor(value * 0, theirs, [other]), distribute_tensor(value * 0, mesh, [ours])]
+        saved = [
+            distribute_tensor(value, mesh, [ours]),
+            tensor.distribute_tensor(value, theirs, [other]),
+        ]
+        empty = [
+            tensor.distribute_tensor(value * 0, theirs, [other]),
+            distribute_tensor(value * 0, mesh, [ours]),
+        ]
         for place, source, target in zip(places, saved, empty, strict=True):
             dcp.save({"a": source}, checkpoint_id=place)
             dcp.load({"a": target}, checkpoint_id=place)
@@ -162,20 +260,33 @@ def torchs_own(folder):
     alone = f"{folder}/alone"
     if dist.get_rank() == 0:  # torch's own tensors are not refused when saved like that
         dcp.save(
-            {"a": tensor.distribute_tensor(value, theirs, [tensor.Shard(0)], src_data_rank=None)},
+            {
+                "a": tensor.distribute_tensor(
+                    value, theirs, [tensor.Shard(0)], src_data_rank=None
+                )
+            },
             checkpoint_id=alone,
             no_dist=True,
         )
     dist.barrier()
-    told = raised(lambda: dcp.load({"a": distribute_tensor(value * 0, mesh, [S0])}, checkpoint_id=alone))
-    assert all(part in told for part in ("the checkpoint has only 0 of the 8 elements of a", "HP144")), told
+    told = raised(
+        lambda: dcp.load(
+            {"a": distribute_tensor(value * 0, mesh, [S0])}, checkpoint_id=alone
+        )
+    )
+    assert all(
+        part in told
+        for part in ("the checkpoint has only 0 of the 8 elements of a", "HP144")
+    ), told
 
 
 def like_on_meta(value):
     if not isinstance(value, DTensor):
         return torch.empty_like(value)
     local = torch.empty(value.local_shape, device="meta")
-    return DTensor.from_local(local, value.device_mesh, value.placements, shape=value.shape)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, shape=value.shape
+    )
 
 
 def test_what_would_lose_shards_or_hang_is_refused(tmp_path):

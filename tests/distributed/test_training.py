@@ -24,7 +24,9 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.RMSNorm(dim)
         self.wq, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(3))
-        self.wk = nn.Linear(dim, dim, bias=False)  # its gradient would be nothing but rounding, which AdamW makes large
+        self.wk = nn.Linear(
+            dim, dim, bias=False
+        )  # its gradient would be nothing but rounding, which AdamW makes large
         self.up, self.gate = nn.Linear(dim, hidden), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim)
 
@@ -80,14 +82,20 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=False),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=3e-3, fused=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, foreach=False),
-    "momentum foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, nesterov=True, foreach=False
+    ),
+    "momentum foreach": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=True
+    ),
 }
 
 
 def batches(sizes):
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(sizes["vocab"], (STEPS, sizes["batch"], sizes["seq"] + 1), generator=generator)
+    ids = torch.randint(
+        sizes["vocab"], (STEPS, sizes["batch"], sizes["seq"] + 1), generator=generator
+    )
     return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
 
 
@@ -121,25 +129,49 @@ def job(shape, names, optimizers, sizes, dtype, tolerance):
         expected = train(one, OPTIMIZERS[name], sizes, lambda t: t)
         with strict():
             found = train(many, OPTIMIZERS[name], sizes, place)
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=tolerance
+        )
         assert expected[-1] != expected[0]
-        for (key, true), mine in zip(one.named_parameters(), many.parameters(), strict=True):
+        for (key, true), mine in zip(
+            one.named_parameters(), many.parameters(), strict=True
+        ):
             torch.testing.assert_close(
-                mine.full_tensor(), true, rtol=tolerance, atol=tolerance, msg=lambda m, k=key, n=name: f"{n}: {k}: {m}"
+                mine.full_tensor(),
+                true,
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, k=key, n=name: f"{n}: {k}: {m}",
             )
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))])
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))]
+)
 def test_twenty_steps_equal_one_process(shape, names, sizes):
     ranks = 2 if shape == (2,) else 4
     some = ["adamw", "momentum foreach"]
-    optimizers = list(OPTIMIZERS) if sizes is EVEN and (THOROUGH or shape == (2, 2)) else some
-    run_ranks(job, ranks, shape, names, optimizers, sizes, torch.float64, 1e-8, timeout=300)
+    optimizers = (
+        list(OPTIMIZERS) if sizes is EVEN and (THOROUGH or shape == (2, 2)) else some
+    )
+    run_ranks(
+        job, ranks, shape, names, optimizers, sizes, torch.float64, 1e-8, timeout=300
+    )
 
 
 def test_twenty_steps_in_float32():
-    run_ranks(job, 4, (2, 2), ("dp", "tp"), ["momentum", "adamw"], EVEN, torch.float32, 2e-4, timeout=300)
+    run_ranks(
+        job,
+        4,
+        (2, 2),
+        ("dp", "tp"),
+        ["momentum", "adamw"],
+        EVEN,
+        torch.float32,
+        2e-4,
+        timeout=300,
+    )
 
 
 def count(asked):
@@ -147,7 +179,13 @@ def count(asked):
     model = shard_module(Model(**EVEN), mesh, plan([]))
     if asked:
         shard_module(
-            model, mesh, ShardingPlan(output_plan={f"blocks.*.{name}": [Replicate()] for name in ("wo", "down")})
+            model,
+            mesh,
+            ShardingPlan(
+                output_plan={
+                    f"blocks.*.{name}": [Replicate()] for name in ("wo", "down")
+                }
+            ),
         )
     x = distribute_tensor(torch.randn(4, 8, 16).requires_grad_(), mesh, [Replicate()])
     with CommunicationLedger(mesh) as ledger:

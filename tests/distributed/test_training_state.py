@@ -19,8 +19,15 @@ from hyper_parallel import (
 )
 from hyper_parallel.core.distributed_checkpoint.api import load, save
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import TensorProperties, TensorStorageMetadata
-from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from hyper_parallel.core.distributed_checkpoint.training_state import (
+    ModelState,
+    OptimizerState,
+    RandomState,
+)
 from hyper_parallel.testing import on_ranks, run_ranks
 
 
@@ -54,7 +61,10 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["momentum"], state["count"] = torch.zeros_like(p), 0
-                p.add_(torch.sign(state["momentum"].lerp(p.grad, 0.1)), alpha=-group["lr"] / (1 + state["count"]))
+                p.add_(
+                    torch.sign(state["momentum"].lerp(p.grad, 0.1)),
+                    alpha=-group["lr"] / (1 + state["count"]),
+                )
                 state["momentum"].lerp_(p.grad, 0.01)
                 state["count"] += 1
 
@@ -64,7 +74,9 @@ OPTIMIZERS = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
     "Adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, foreach=False),
-    "Adam with a tensor as rate": lambda p: torch.optim.Adam(p, torch.tensor(1e-2), foreach=False),
+    "Adam with a tensor as rate": lambda p: torch.optim.Adam(
+        p, torch.tensor(1e-2), foreach=False
+    ),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "Adamax": lambda p: torch.optim.Adamax(p, 1e-2),
@@ -89,7 +101,9 @@ def on_mesh(shape, seed=0, dtype=torch.float32):
 
     def partition(name, module, mesh):
         for key in ("weight",) if name in ("embed", "inner") else ():
-            module.weight = nn.Parameter(distribute_tensor(getattr(module, key).detach(), mesh, cut))
+            module.weight = nn.Parameter(
+                distribute_tensor(getattr(module, key).detach(), mesh, cut)
+            )
             if name == "embed":
                 model.head.weight = module.weight
 
@@ -108,16 +122,30 @@ def train(model, optimizer, steps):
 
 
 def whole(tensor):
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (
+        tensor.detach().full_tensor()
+        if isinstance(tensor, DTensor)
+        else tensor.detach()
+    )
 
 
 def facts(model, optimizer):
     """All of a run in plain values: each tensor's kind, layout and numbers."""
     state = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
-    flat = {(name, key): value for name, values in state.items() for key, value in values.items()}
+    flat = {
+        (name, key): value
+        for name, values in state.items()
+        for key, value in values.items()
+    }
     flat |= {name: p.detach() for name, p in model.named_parameters()}
     return {
-        name: (type(v), v.dtype, v.requires_grad, getattr(v, "layout", None), whole(v).tolist())
+        name: (
+            type(v),
+            v.dtype,
+            v.requires_grad,
+            getattr(v, "layout", None),
+            whole(v).tolist(),
+        )
         if torch.is_tensor(v)
         else v
         for name, v in flat.items()
@@ -131,12 +159,18 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path):
         optimizer = make(model.parameters())
         train(model, optimizer, range(3))
         folder = tmp_path / name
-        save({"model": model, "optimizer": OptimizerState(model, optimizer)}, checkpoint_id=folder)
+        save(
+            {"model": model, "optimizer": OptimizerState(model, optimizer)},
+            checkpoint_id=folder,
+        )
         train(model, optimizer, range(3, 6))
 
         twin = on_mesh((2,), seed=1)
         fresh = make(twin.parameters())
-        load({"model": ModelState(twin), "optimizer": OptimizerState(twin, fresh)}, checkpoint_id=folder)
+        load(
+            {"model": ModelState(twin), "optimizer": OptimizerState(twin, fresh)},
+            checkpoint_id=folder,
+        )
         if name != "Adagrad":  # which makes all of its state at once
             assert not fresh.state.get(twin.idle), name
         train(twin, fresh, range(3, 6))
@@ -148,7 +182,10 @@ def saved_run(folder, shape, make):
     model = on_mesh(shape, dtype=torch.float64)
     optimizer = OPTIMIZERS[make](model.parameters())
     train(model, optimizer, range(3))
-    save({"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}, checkpoint_id=folder)
+    save(
+        {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)},
+        checkpoint_id=folder,
+    )
     before = plain(model, optimizer)
     train(model, optimizer, range(3, 5))
     return before, plain(model, optimizer)
@@ -158,7 +195,10 @@ def resumed_run(folder, shape, make):
     """Loads, and goes on for two steps."""
     model = on_mesh(shape, seed=1, dtype=torch.float64)
     optimizer = OPTIMIZERS[make](model.parameters())
-    load({"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}, checkpoint_id=folder)
+    load(
+        {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)},
+        checkpoint_id=folder,
+    )
     loaded = plain(model, optimizer)
     train(model, optimizer, range(3, 5))
     return loaded, plain(model, optimizer)
@@ -171,19 +211,26 @@ def plain(model, optimizer):
 @pytest.mark.parametrize("make", ["AdamW fused", "Adafactor"])
 def test_the_mesh_changes(tmp_path, make):
     saved, after = run_ranks(saved_run, 2, tmp_path, (2,), make)[0]
-    runs = [run_ranks(resumed_run, 4, tmp_path, shape, make)[3] for shape in ((4,), (2, 2))]
+    runs = [
+        run_ranks(resumed_run, 4, tmp_path, shape, make)[3] for shape in ((4,), (2, 2))
+    ]
     for loaded, went_on in (*runs, resumed_run(tmp_path, (), make)):
         assert loaded.keys() == saved.keys()
         for name in saved:
             np.testing.assert_array_equal(loaded[name], saved[name], err_msg=str(name))
-            np.testing.assert_allclose(went_on[name], after[name], rtol=1e-9, atol=1e-12, err_msg=str(name))
+            np.testing.assert_allclose(
+                went_on[name], after[name], rtol=1e-9, atol=1e-12, err_msg=str(name)
+            )
 
 
 def grouped(model, *, turned=False):
     """AdamW with decay for matrices alone; turned, the groups and what is in them come in another order."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.3, "lr": 1e-2}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.3, "lr": 1e-2},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     if turned:
         groups = [{"params": group["params"][::-1]} for group in groups[::-1]]
     return torch.optim.AdamW(groups, lr=1e-3)
@@ -196,7 +243,14 @@ def test_parameters_and_groups_in_another_order(tmp_path):
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 4])
     train(model, optimizer, range(2))
     schedule.step()
-    save({"model": model, "optimizer": OptimizerState(model, optimizer), "schedule": schedule}, checkpoint_id=tmp_path)
+    save(
+        {
+            "model": model,
+            "optimizer": OptimizerState(model, optimizer),
+            "schedule": schedule,
+        },
+        checkpoint_id=tmp_path,
+    )
     train(model, optimizer, range(2, 4))
 
     twin = on_mesh((2,), seed=1)
@@ -205,7 +259,9 @@ def test_parameters_and_groups_in_another_order(tmp_path):
     state = {"model": twin, "optimizer": OptimizerState(twin, turned), "schedule": plan}
     load(state, checkpoint_id=tmp_path)
     assert [group["weight_decay"] for group in turned.param_groups] == [0.0, 0.3]
-    assert [group["lr"] for group in turned.param_groups] == [group["lr"] for group in optimizer.param_groups][::-1]
+    assert [group["lr"] for group in turned.param_groups] == [
+        group["lr"] for group in optimizer.param_groups
+    ][::-1]
     assert plan.milestones == schedule.milestones
     train(twin, turned, range(2, 4))
     assert facts(twin, turned) == facts(model, optimizer)
@@ -231,7 +287,9 @@ def test_state_is_filled_where_it_is(run, tmp_path):
     assert model.idle in optimizer.state
     load(state, checkpoint_id=tmp_path)
     assert model.idle not in optimizer.state, "it had no state then"
-    assert {id(v) for values in optimizer.state.values() for v in values.values()} == tensors
+    assert {
+        id(v) for values in optimizer.state.values() for v in values.values()
+    } == tensors
     after = facts(model, optimizer)
     assert {name: after[name] for name in after if isinstance(name, tuple)} == {
         name: before[name] for name in before if isinstance(name, tuple)
@@ -242,17 +300,24 @@ def test_without_files(run):
     """The state of one optimizer goes straight into another, which shares no memory with it then."""
     model, optimizer = run
     other = grouped(model, turned=True)
-    OptimizerState(model, other).load_state_dict(OptimizerState(model, optimizer).state_dict())
+    OptimizerState(model, other).load_state_dict(
+        OptimizerState(model, optimizer).state_dict()
+    )
     assert facts(model, other) == facts(model, optimizer)
     for parameter, values in optimizer.state.items():
-        assert all(values[key].data_ptr() != other.state[parameter][key].data_ptr() for key in values)
+        assert all(
+            values[key].data_ptr() != other.state[parameter][key].data_ptr()
+            for key in values
+        )
 
 
 def test_a_load_that_fails_changes_no_optimizer():
     model = Net()
     fresh = grouped(model)
     value = OptimizerState(model, fresh)
-    value.expect({"state.scale.step": TensorStorageMetadata(TensorProperties("float32"), (), ())})
+    value.expect(
+        {"state.scale.step": TensorStorageMetadata(TensorProperties("float32"), (), ())}
+    )
     assert value.state_dict()["state"].keys() == {"scale"}  # what a load would fill
     assert value.state_dict()["state"] == {} == fresh.state
 
@@ -262,7 +327,8 @@ def test_groups_that_are_cut_otherwise(run):
     saved = OptimizerState(model, optimizer).state_dict()
     together = torch.optim.AdamW(model.parameters())
     with pytest.raises(
-        CheckpointError, match=r"group 0 has scale and embed.weight.*in groups 1 and 0, with lr 0.001 and 0.01"
+        CheckpointError,
+        match=r"group 0 has scale and embed.weight.*in groups 1 and 0, with lr 0.001 and 0.01",
     ):
         OptimizerState(model, together).load_state_dict(saved)
     assert not together.state
@@ -273,7 +339,8 @@ def test_groups_that_are_cut_otherwise(run):
     assert facts(model, together) == facts(model, optimizer)
     saved["groups"][0]["params"] = ("embed.weight",)
     with pytest.raises(
-        CheckpointError, match=r"inner.weight and 1 others of group 0 are in no group of the checkpoint"
+        CheckpointError,
+        match=r"inner.weight and 1 others of group 0 are in no group of the checkpoint",
     ):
         OptimizerState(model, together).load_state_dict(saved)
 
@@ -288,13 +355,19 @@ def test_how_an_optimizer_computes_is_the_runs_own(run):
     OptimizerState(model, other).load_state_dict({**saved, "groups": saved["groups"]})
     assert all(group["fused"] and group["lr"] is rate for group in other.param_groups)
     assert rate == torch.tensor(1e-3)  # of the last group
-    assert OptimizerState(model, other).state_dict()["groups"][0]["lr"] == np.float32(1e-3)
+    assert OptimizerState(model, other).state_dict()["groups"][0]["lr"] == np.float32(
+        1e-3
+    )
 
 
 def test_where_new_state_lies():
     """On the parameter's device, but for the step of an optimizer that counts on the host."""
     model = Net().to("meta", torch.bfloat16)
-    for options, step in (({}, "cpu"), ({"capturable": True}, "meta"), ({"fused": True}, "meta")):
+    for options, step in (
+        ({}, "cpu"),
+        ({"capturable": True}, "meta"),
+        ({"fused": True}, "meta"),
+    ):
         optimizer = torch.optim.Adam(model.parameters())
         optimizer.param_groups[0] |= options
         value = OptimizerState(model, optimizer)
@@ -313,19 +386,26 @@ def test_where_new_state_lies():
             "mu_product": "meta",
             "exp_avg": "meta",
         }
-        assert found["inner.weight"]["exp_avg"].dtype == torch.float32, "as it was saved"
+        assert found["inner.weight"]["exp_avg"].dtype == torch.float32, (
+            "as it was saved"
+        )
 
 
 def test_optimizers_that_are_refused():
     model = Net()
-    other = torch.optim.SGD([{"params": [model.scale]}, {"params": [nn.Parameter(torch.ones(7, 2))]}], 0.1)
+    other = torch.optim.SGD(
+        [{"params": [model.scale]}, {"params": [nn.Parameter(torch.ones(7, 2))]}], 0.1
+    )
     with pytest.raises(
-        CheckpointError, match=r"group 1 of SGD has a parameter of shape \(7, 2\) that the model has no"
+        CheckpointError,
+        match=r"group 1 of SGD has a parameter of shape \(7, 2\) that the model has no",
     ):
         OptimizerState(model, other).state_dict()
     lbfgs = torch.optim.LBFGS([model.scale])
     lbfgs.step(lambda: [(model.scale**2).backward(), model.scale.detach() ** 2][1])
-    with pytest.raises(CheckpointError, match=r"state.scale.old_dirs: LBFGS keeps a list here"):
+    with pytest.raises(
+        CheckpointError, match=r"state.scale.old_dirs: LBFGS keeps a list here"
+    ):
         OptimizerState(model, lbfgs).state_dict()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     sgd.state["global"] = {"rate": 1.0}
@@ -340,7 +420,10 @@ def test_wrapped_modules_keep_their_names(run, tmp_path):
     twin.inner = get_platform().ckpt_wrapper(twin.inner)
     fresh = grouped(twin)
     load({"optimizer": OptimizerState(twin, fresh)}, checkpoint_id=tmp_path)
-    assert torch.equal(fresh.state[twin.inner.weight]["exp_avg"], optimizer.state[model.inner.weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[twin.inner.weight]["exp_avg"],
+        optimizer.state[model.inner.weight]["exp_avg"],
+    )
 
 
 # --- generators
@@ -395,7 +478,12 @@ def test_generators_on_another_number_of_ranks(tmp_path):
     seed(50)
     untouched = draws()
     names = ["random.cpu", "random.numpy", "random.python"]
-    assert run_ranks(numbers_loaded, 4, tmp_path) == [(first, []), (second, []), (untouched, names), (untouched, names)]
+    assert run_ranks(numbers_loaded, 4, tmp_path) == [
+        (first, []),
+        (second, []),
+        (untouched, names),
+        (untouched, names),
+    ]
     assert numbers_loaded(tmp_path) == (first, [])
 
 
@@ -407,11 +495,17 @@ def test_generators_that_are_not_here():
     }
     value.expect(stored)
     state = value.state_dict()
-    assert {name: len(own.value) for name, own in state.items()} == {"cuda": 16, "numpy": 2512}
+    assert {name: len(own.value) for name, own in state.items()} == {
+        "cuda": 16,
+        "numpy": 2512,
+    }
     expected = draws()[-4:]
     seed(1)
     before = random.getstate()
-    with pytest.warns(UserWarning, match=r"a generator 'cuda' of 16 bytes, this process has .*'python of 2512'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"a generator 'cuda' of 16 bytes, this process has .*'python of 2512'",
+    ):
         value.load_state_dict(state)
     assert np.random.standard_normal(3).tolist() == expected[:3]
     assert random.getstate() == before
@@ -422,7 +516,9 @@ def test_another_generator_of_numpy_is_refused():
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
-        with pytest.raises(CheckpointError, match="must be MT19937 to be stored, got PCG64"):
+        with pytest.raises(
+            CheckpointError, match="must be MT19937 to be stored, got PCG64"
+        ):
             RandomState().state_dict()
     finally:
         np.random.set_bit_generator(before)
@@ -444,7 +540,9 @@ class Counting(nn.Linear):
 
 
 def test_models_are_filled_where_they_are(tmp_path):
-    model, twin = (nn.Sequential(Counting(2, 3), nn.BatchNorm1d(3), Net()) for _ in range(2))
+    model, twin = (
+        nn.Sequential(Counting(2, 3), nn.BatchNorm1d(3), Net()) for _ in range(2)
+    )
     model[0].calls = 5
     model[1](model[0](torch.ones(4, 2)))
     save({"model": ModelState(model)}, checkpoint_id=tmp_path)
@@ -455,13 +553,20 @@ def test_models_are_filled_where_they_are(tmp_path):
     assert twin[0].calls == 5
     for name, value in model.state_dict().items():
         assert (
-            torch.equal(twin.state_dict()[name], value) if torch.is_tensor(value) else twin.state_dict()[name] == value
+            torch.equal(twin.state_dict()[name], value)
+            if torch.is_tensor(value)
+            else twin.state_dict()[name] == value
         )
     value = ModelState(twin)
     filled, versions = value.state_dict(), [p._version for p in twin.parameters()]
     value.load_state_dict(filled)
-    assert [p._version for p in twin.parameters()] == versions, "what lies in the model is not copied onto itself"
-    with pytest.raises(CheckpointError, match="0._extra_state is not in the state dict, nor are 15 others in both"):
+    assert [p._version for p in twin.parameters()] == versions, (
+        "what lies in the model is not copied onto itself"
+    )
+    with pytest.raises(
+        CheckpointError,
+        match="0._extra_state is not in the state dict, nor are 15 others in both",
+    ):
         ModelState(twin).load_state_dict({})
     other = nn.Sequential(Counting(2, 3), nn.BatchNorm1d(3), Net())
     ModelState(other).load_state_dict(model.state_dict())

@@ -14,7 +14,15 @@ from torch.nn import functional as F  # noqa: N812 - everyone's name for it
 from typer.testing import CliRunner
 
 import hyper_parallel
-from hyper_parallel import ColwiseParallel, DTensor, Partial, Replicate, RowwiseParallel, Shard, init_device_mesh
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    init_device_mesh,
+)
 from hyper_parallel.cli import verify as _adds_the_command  # noqa: F401 - to the application
 from hyper_parallel.cli.checkpoints import application
 from hyper_parallel.core.shard.ops import OPERATORS
@@ -74,7 +82,9 @@ def make():
 
 def batch():
     draw = torch.Generator().manual_seed(1)
-    return torch.randint(20, (4, 6), generator=draw), torch.randint(20, (4, 6), generator=draw)
+    return torch.randint(20, (4, 6), generator=draw), torch.randint(
+        20, (4, 6), generator=draw
+    )
 
 
 def loss(model, ids, targets):
@@ -103,7 +113,10 @@ def test_a_clean_model_is_that_of_one_process():
     assert report.loss == pytest.approx(truth.item(), rel=1e-6)
     gradients = {one.name for one in report.differences if one.kind == "gradient"}
     assert gradients == {name for name, _ in plain.named_parameters()}
-    assert {one.name for one in report.differences if one.kind == "buffer"} == {"blocks.0.seen", "blocks.1.seen"}
+    assert {one.name for one in report.differences if one.kind == "buffer"} == {
+        "blocks.0.seen",
+        "blocks.1.seen",
+    }
     # Two blocks and the embedding forward; what each column-wise layer got, and the sum along dp, backward.
     assert report.ledger.counts(backward=False)["all_reduce"] >= 3
     assert "all_reduce" in report.ledger.table()
@@ -129,7 +142,9 @@ def planted(name, **changes):
 def found(plan=PLAN, make_model=make, axes=TP, **options):
     """The report of the job that runs."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return verify(make_model, plan, mesh, batch, loss=options.pop("loss", loss), **options)
+    return verify(
+        make_model, plan, mesh, batch, loss=options.pop("loss", loss), **options
+    )
 
 
 # --- faults in rules
@@ -141,9 +156,17 @@ def test_a_wrong_reduction_in_a_rule_is_named():
     with planted("linear", rule=Rule("... k, n k, n -> ... n", linear=((0,), (1,)))):
         report = found()
     assert not report.ok
-    assert (report.first.module, report.first.place, report.first.call) == ("blocks.0.down", "output", 1)
+    assert (report.first.module, report.first.place, report.first.call) == (
+        "blocks.0.down",
+        "output",
+        1,
+    )
     assert "module 'blocks.0.down': its output" in str(report)
-    assert {one.name for one in report.wrong} >= {"loss", "embed.weight", "blocks.0.seen"}
+    assert {one.name for one in report.wrong} >= {
+        "loss",
+        "embed.weight",
+        "blocks.0.seen",
+    }
     with pytest.raises(AssertionError, match=r"blocks\.0\.down"):
         report.check()
     assert found().ok  # the fault is gone
@@ -156,7 +179,12 @@ def test_a_fault_in_the_code_between_modules_is_named_with_the_module_whose_code
     assert found(plan).ok
     with planted("add", rule=pointwise(2, linear=[0, 1])):
         first = found(plan).first
-    assert (first.module, first.place, first.callee, first.call) == ("", "input", "norm", 2)
+    assert (first.module, first.place, first.callee, first.call) == (
+        "",
+        "input",
+        "norm",
+        2,
+    )
     assert "what its own code hands to 'norm' (call 2)" in str(first)
 
 
@@ -176,7 +204,9 @@ def test_a_fault_in_a_gradient_alone_is_found():
         "gradient",
         "blocks.1.up.bias",
     )
-    assert not {"blocks.1.down.weight", "blocks.1.down.bias"} & {one.name for one in report.wrong}
+    assert not {"blocks.1.down.weight", "blocks.1.down.bias"} & {
+        one.name for one in report.wrong
+    }
 
 
 # --- faults in plans
@@ -216,13 +246,18 @@ def of_numbers(make_model, plan, axes=TP, **options):
 @on_ranks(2)
 def test_an_output_that_is_not_reduced_is_named():
     assert of_numbers(without_norm, {"0": ColwiseParallel(), "2": RowwiseParallel()}).ok
-    report = of_numbers(without_norm, {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Partial())})
+    report = of_numbers(
+        without_norm,
+        {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Partial())},
+    )
     assert (report.first_module, report.first.place) == ("2", "output")
 
 
 @on_ranks(2)
 def test_a_norm_of_a_shard_is_named():
-    assert of_numbers(normed, {"0": ColwiseParallel(output_layouts=Replicate()), "2": GATHERED}).ok
+    assert of_numbers(
+        normed, {"0": ColwiseParallel(output_layouts=Replicate()), "2": GATHERED}
+    ).ok
     report = of_numbers(normed, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     assert (report.first_module, report.first.place) == ("1", "output")
 
@@ -232,7 +267,9 @@ GATHERED = RowwiseParallel(input_layouts=Replicate())
 
 @on_ranks(2)
 def test_an_error_is_told_with_the_module_in_which_it_was_raised():
-    report = of_numbers(with_layer_norm, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    report = of_numbers(
+        with_layer_norm, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     assert not report.ok
     assert (report.first_module, report.first.place) == ("1", "error")
     assert "normalized_shape" in report.error
@@ -285,8 +322,13 @@ def test_plain_shards_of_fused_projections_are_known():
     plan = {"0": FusedColwiseParallel(sections=2), "2": RowwiseParallel()}
     assert of_numbers(fused, plan).ok
     report = of_numbers(fused, plan | {"2": RowwiseParallel(output_layouts=Partial())})
-    assert report.first_module == "2"  # and not "0", of whose output this rank has two pieces
-    assert of_numbers(fused, {"0": ColwiseParallel(), "2": RowwiseParallel()}).first_module == "1"
+    assert (
+        report.first_module == "2"
+    )  # and not "0", of whose output this rank has two pieces
+    assert (
+        of_numbers(fused, {"0": ColwiseParallel(), "2": RowwiseParallel()}).first_module
+        == "1"
+    )
 
 
 def dropping():
@@ -337,14 +379,20 @@ class OwnLoss(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.first, self.norm, self.last = (
+            nn.Linear(8, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 2),
+        )
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(2))
         self.inner = Inner()
         self.eval()
 
     def forward(self, x):
-        y = self.last(F.relu_(self.norm(self.first(x)))) * self.frozen  # in place: what was seen before must stay
+        y = (
+            self.last(F.relu_(self.norm(self.first(x)))) * self.frozen
+        )  # in place: what was seen before must stay
         return self.inner(y).loss
 
 
@@ -356,7 +404,11 @@ class Inner(nn.Module):
 @on_ranks(4)
 def test_outputs_modes_and_gradients_of_all_kinds_agree():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"first": ColwiseParallel(**WHOLE), "last": RowwiseParallel(**WHOLE), "": Replicated()}
+    plan = {
+        "first": ColwiseParallel(**WHOLE),
+        "last": RowwiseParallel(**WHOLE),
+        "": Replicated(),
+    }
     report = verify(OwnLoss, plan, mesh, numbers).check()
     names = {one.name for one in report.differences if one.kind == "gradient"}
     assert {"first.weight", "norm.bias"} <= names
@@ -384,7 +436,10 @@ def test_sequence_parallel_agrees_in_float64():
 
 
 def test_bad_input_is_told():
-    with pytest.raises(ValueError, match="at module level in a file, so that the ranks can import it; or call verify"):
+    with pytest.raises(
+        ValueError,
+        match="at module level in a file, so that the ranks can import it; or call verify",
+    ):
         verify(lambda: None, PLAN, TP, batch)
     with pytest.raises(ValueError, match="Typed must stand at module level in a file"):
         verify(type("Typed", (Model,), {"__module__": "typed_in"}), PLAN, TP, batch)
@@ -395,13 +450,22 @@ def test_bad_input_is_told():
 
 @on_ranks(2)
 def test_bad_input_in_a_job_is_told():
-    with pytest.raises(ValueError, match="the mesh has 4 ranks, but the job that runs has 2"):
+    with pytest.raises(
+        ValueError, match="the mesh has 4 ranks, but the job that runs has 2"
+    ):
         verify(make, PLAN, BOTH, batch)
-    with pytest.raises(ValueError, match=r"a batch of 3 .* cannot be shared evenly by the 2 ranks of axis 'dp'"):
+    with pytest.raises(
+        ValueError,
+        match=r"a batch of 3 .* cannot be shared evenly by the 2 ranks of axis 'dp'",
+    ):
         verify(without_norm, None, {"dp": 2}, (torch.ones(3, 8),), loss=squares)
-    with pytest.raises(RuntimeError, match=r"the plain model, on one process, raised .* in '0'"):
+    with pytest.raises(
+        RuntimeError, match=r"the plain model, on one process, raised .* in '0'"
+    ):
         verify(without_norm, None, TP, (torch.ones(3, 5),), loss=squares)
-    with pytest.raises(RuntimeError, match=r"expected a loss of one number, got shape \(4, 3\)"):
+    with pytest.raises(
+        RuntimeError, match=r"expected a loss of one number, got shape \(4, 3\)"
+    ):
         verify(without_norm, None, TP, numbers)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match="styles put a model on one axis"):
@@ -428,7 +492,9 @@ def test_the_page_shows_what_its_code_prints(tmp_path, capsys, monkeypatch):
     importlib.import_module("page_on_verify").main()
 
     def steady(text):
-        return re.sub(r"[a-z.]+ differs by .*", "", re.sub(r"\d\.\d+", "number", text)).split()
+        return re.sub(
+            r"[a-z.]+ differs by .*", "", re.sub(r"\d\.\d+", "number", text)
+        ).split()
 
     assert steady(capsys.readouterr().out) == steady(shown)
 
@@ -452,9 +518,15 @@ def test_the_command_compares_a_recipe():
     assert result.exit_code == 0, result.output
     assert "one step on mesh dp=1, tp=2 is that of one process" in result.stdout
     assert "blocks.1.mlp.down.weight" in result.stdout
-    sums = [line.split() for line in result.stdout.splitlines() if line.startswith("all_reduce")]
+    sums = [
+        line.split()
+        for line in result.stdout.splitlines()
+        if line.startswith("all_reduce")
+    ]
     # Attention and MLP of two blocks, with the embedding in forward and with the head in backward.
-    assert [row[3] for row in sums if row[1] == "tp"] == ["forward"] * 5 + ["backward"] * 5
+    assert [row[3] for row in sums if row[1] == "tp"] == ["forward"] * 5 + [
+        "backward"
+    ] * 5
 
 
 def test_the_command_names_the_module_that_parts(tmp_path):
@@ -472,8 +544,14 @@ def broken(model, mesh):
     down = model.blocks[1].mlp.down
     get_platform().register_forward_hook(down, lambda module, args, output: output * 1.001)
 """)
-    (tmp_path / "plan_of_the_example.py").write_text((RECIPE.parents[1] / "llama/plan.py").read_text())
-    plan = [f"plan.file={tmp_path / 'plan.py'}", "plan.function=broken", "plan.arguments={}"]
+    (tmp_path / "plan_of_the_example.py").write_text(
+        (RECIPE.parents[1] / "llama/plan.py").read_text()
+    )
+    plan = [
+        f"plan.file={tmp_path / 'plan.py'}",
+        "plan.function=broken",
+        "plan.arguments={}",
+    ]
     result = command(RECIPE, *SMALL, *plan, "--mesh", "tp=2")
     assert result.exit_code == 1, result.output
     assert "is NOT that of one process" in result.stdout

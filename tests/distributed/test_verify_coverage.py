@@ -8,11 +8,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel import ColwiseParallel, Partial, RowwiseParallel, init_device_mesh, verify
+from hyper_parallel import (
+    ColwiseParallel,
+    Partial,
+    RowwiseParallel,
+    init_device_mesh,
+    verify,
+)
 from hyper_parallel.testing import RankError, on_ranks
 
 RIGHT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-WRONG = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial())}  # nobody adds the parts up
+WRONG = {
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(output_layouts=Partial()),
+}  # nobody adds the parts up
 
 
 class Mlp(nn.Module):
@@ -68,7 +77,12 @@ class InFloat32(Mlp):
 
     def forward(self, x):
         hidden = torch.relu(self.up(x.double()))
-        return F.linear(hidden.float(), self.down.weight.float(), self.down.bias.float()).double() * self.factor
+        return (
+            F.linear(
+                hidden.float(), self.down.weight.float(), self.down.bias.float()
+            ).double()
+            * self.factor
+        )
 
 
 class Raising(Mlp):
@@ -105,7 +119,9 @@ def test_numbers_that_are_not_finite_are_never_ok():
         with pytest.raises(AssertionError, match="the plan was not tested"):
             report.check()
         text = str(report)
-        assert text.startswith("one step on mesh tp=2 was NOT SHOWN to be that of one process"), text
+        assert text.startswith(
+            "one step on mesh tp=2 was NOT SHOWN to be that of one process"
+        ), text
         assert "nan or infinite on one process" in text
         assert "nan or infinite on the mesh" in text
         assert named in text, text
@@ -152,7 +168,9 @@ def test_a_plan_that_does_nothing_is_not_ok():
     with pytest.warns(UserWarning, match="nothing was done"):
         report = verify(Mlp, {"nobody": ColwiseParallel()}, mesh, batch, loss=squares)
     assert "no module of the model has a name" in str(report)
-    assert verify(Mlp, None, mesh, batch, loss=squares).ok  # data parallel alone is a plan
+    assert verify(
+        Mlp, None, mesh, batch, loss=squares
+    ).ok  # data parallel alone is a plan
 
 
 def untrained(model, x):
@@ -186,7 +204,9 @@ def test_float32_inside_of_float64_is_hinted_at():
 
 @on_ranks(2)
 def test_the_line_of_a_model_that_raises_is_told():
-    with pytest.raises(RuntimeError, match=r"test_verify_coverage\.py:\d+ `return x\.view\(3, 5\)") as raised:
+    with pytest.raises(
+        RuntimeError, match=r"test_verify_coverage\.py:\d+ `return x\.view\(3, 5\)"
+    ) as raised:
         report_of(Raising, RIGHT)
     assert "raised RuntimeError in its own code" in str(raised.value)
 
@@ -197,5 +217,7 @@ def test_the_line_of_a_model_that_raises_is_told():
 
 
 def test_the_line_of_a_model_that_raises_is_told_from_a_script():
-    with pytest.raises(RankError, match=r"at test_verify_coverage\.py:\d+ `return x\.view\(3, 5\)"):
+    with pytest.raises(
+        RankError, match=r"at test_verify_coverage\.py:\d+ `return x\.view\(3, 5\)"
+    ):
         verify(Raising, RIGHT, "tp=2", batch, loss=squares)

@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from hyper_parallel.core.shard import execution
 from hyper_parallel.testing import on_ranks, run_ranks
 
@@ -24,8 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def tensors():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     torch.manual_seed(0)
-    shapes = {"x": ((4, 6, 8), S0), "y": ((4, 6, 8), S0), "w": ((5, 8), R), "b": ((8,), R)}
-    return {name: distribute_tensor(torch.randn(shape), mesh, placed) for name, (shape, placed) in shapes.items()}
+    shapes = {
+        "x": ((4, 6, 8), S0),
+        "y": ((4, 6, 8), S0),
+        "w": ((5, 8), R),
+        "b": ((8,), R),
+    }
+    return {
+        name: distribute_tensor(torch.randn(shape), mesh, placed)
+        for name, (shape, placed) in shapes.items()
+    }
 
 
 SHORT = {  # calls whose second time is compiled
@@ -48,7 +62,9 @@ SHORT = {  # calls whose second time is compiled
     "an empty key word": lambda t: F.linear(t["x"], t["w"], bias=None),
     "booleans as result": lambda t: t["x"] > t["y"],
     "in place": lambda t: (t["x"] * 1.0).add_(1.0),
-    "in place, several tensors": lambda t: (t["x"] * 1.0).addcmul_(t["x"], t["y"], value=0.5),
+    "in place, several tensors": lambda t: (t["x"] * 1.0).addcmul_(
+        t["x"], t["y"], value=0.5
+    ),
 }
 LONG = {  # calls that Python does every time
     "a list of tensors": lambda t: torch.cat([t["x"], t["y"]], 1),
@@ -73,7 +89,10 @@ def counted(call, t):
 
 
 def plain(result):
-    return [one.full_tensor() for one in (result if isinstance(result, tuple) else (result,))]
+    return [
+        one.full_tensor()
+        for one in (result if isinstance(result, tuple) else (result,))
+    ]
 
 
 @on_ranks(2)
@@ -88,8 +107,14 @@ def test_a_plan_of_python_is_found_by_the_compiled_path():
                 assert min(count, 1) == expected, name
                 true = call(whole)
                 for mine in (first, second, third):
-                    for one, other in zip(plain(mine), true if isinstance(true, tuple) else (true,), strict=True):
-                        torch.testing.assert_close(one, other, msg=lambda m, name=name: f"{name}: {m}")
+                    for one, other in zip(
+                        plain(mine),
+                        true if isinstance(true, tuple) else (true,),
+                        strict=True,
+                    ):
+                        torch.testing.assert_close(
+                            one, other, msg=lambda m, name=name: f"{name}: {m}"
+                        )
 
 
 @on_ranks(2)
@@ -116,9 +141,19 @@ def test_gradients_and_modes_are_as_in_python():
     for _ in range(3):
         for tensor in t.values():
             tensor.grad = None
-        (F.linear(F.layer_norm(t["x"] * t["y"], (8,), t["b"], t["b"]), t["w"]).tanh()).sum().backward()
-    whole = {name: tensor.full_tensor().detach().requires_grad_() for name, tensor in t.items()}
-    (F.linear(F.layer_norm(whole["x"] * whole["y"], (8,), whole["b"], whole["b"]), whole["w"]).tanh()).sum().backward()
+        (
+            F.linear(F.layer_norm(t["x"] * t["y"], (8,), t["b"], t["b"]), t["w"]).tanh()
+        ).sum().backward()
+    whole = {
+        name: tensor.full_tensor().detach().requires_grad_()
+        for name, tensor in t.items()
+    }
+    (
+        F.linear(
+            F.layer_norm(whole["x"] * whole["y"], (8,), whole["b"], whole["b"]),
+            whole["w"],
+        ).tanh()
+    ).sum().backward()
     for name, tensor in t.items():
         torch.testing.assert_close(tensor.grad.full_tensor(), whole[name].grad)
     with SkipDTensorDispatch():
@@ -165,7 +200,10 @@ def test_nothing_is_leaked():
                 call(t)
         gc.collect()
         after = [sys.getrefcount(one) for one in kept]
-    assert all(now - before < 50 for before, now in zip(counts, after, strict=True)), (counts, after)
+    assert all(now - before < 50 for before, now in zip(counts, after, strict=True)), (
+        counts,
+        after,
+    )
 
 
 def test_it_is_compiled_where_there_is_a_compiler():
@@ -189,7 +227,12 @@ def test_python_does_the_same_alone():
     )
     environment = {**os.environ, "HYPER_PARALLEL_PURE_PYTHON": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert run_ranks(is_compiled, 2) == [execution.fast is not None] * 2

@@ -41,15 +41,38 @@ from hyper_parallel.testing import RankError, run_ranks
 from hyper_parallel.verification.report import Report
 from tools import errors_page
 
-OURS = {"CheckpointError", "CommunicationError", "NotCompilable", "OperatorError", "RankError", "TrainingError"}
-BUILTIN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "ImportError", "NotImplementedError"}
+OURS = {
+    "CheckpointError",
+    "CommunicationError",
+    "NotCompilable",
+    "OperatorError",
+    "RankError",
+    "TrainingError",
+}
+BUILTIN = {
+    "ValueError",
+    "TypeError",
+    "RuntimeError",
+    "KeyError",
+    "ImportError",
+    "NotImplementedError",
+}
 
 # Where the codes of a family may be raised: its own layer, and the platform for what only a framework can see.
 LAYERS = {
     "1": ("platform",),
     "2": ("core.dtensor", "platform"),
-    "3": ("core.shard", "core.dtensor.copied_views", "platform"),  # a view is an operator of its base
-    "4": ("core.tensor_parallel", "core.pipeline_parallel", "core.shard.sharding_plan", "platform.checks"),
+    "3": (
+        "core.shard",
+        "core.dtensor.copied_views",
+        "platform",
+    ),  # a view is an operator of its base
+    "4": (
+        "core.tensor_parallel",
+        "core.pipeline_parallel",
+        "core.shard.sharding_plan",
+        "platform.checks",
+    ),
     "5": ("core.distributed_checkpoint", "cli.checkpoints"),
     "6": ("testing",),
     "7": ("recipe", "verification", "cli"),
@@ -70,11 +93,17 @@ INTERNAL = {
 
 
 def within(name, packages):
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+    return any(
+        name == package or name.startswith(f"{package}.") for package in packages
+    )
 
 
 def called(node):
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    return (
+        node.func.id
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        else ""
+    )
 
 
 def raised(trees):
@@ -86,7 +115,13 @@ def raised(trees):
                 code = None
                 if called(message) == "coded":
                     code, message = message.args
-                yield name.removeprefix("hyper_parallel."), node.lineno, called(node), code, message
+                yield (
+                    name.removeprefix("hyper_parallel."),
+                    node.lineno,
+                    called(node),
+                    code,
+                    message,
+                )
 
 
 def pattern(node):
@@ -94,11 +129,18 @@ def pattern(node):
     if isinstance(node, ast.Constant):
         return re.escape(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(".*" if isinstance(part, ast.FormattedValue) else re.escape(part.value) for part in node.values)
+        return "".join(
+            ".*" if isinstance(part, ast.FormattedValue) else re.escape(part.value)
+            for part in node.values
+        )
     return None
 
 
-TREES = {name: tree for name, tree in modules(PACKAGE).items() if "cli.explanations" not in name}
+TREES = {
+    name: tree
+    for name, tree in modules(PACKAGE).items()
+    if "cli.explanations" not in name
+}
 SITES = list(raised(TREES))
 
 
@@ -106,7 +148,11 @@ def used_codes():
     found = defaultdict(set)
     for name, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"HP\d{3}", node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"HP\d{3}", node.value)
+            ):
                 found[node.value].add(name.removeprefix("hyper_parallel."))
     return found
 
@@ -118,14 +164,20 @@ def test_codes_are_registered_and_used_in_their_layer():
     for family in families():
         for one in family.explanations:
             assert one.code[2] == family.digit
-            assert [name for name in used[one.code] if not within(name, LAYERS[family.digit])] == [], one.code
+            assert [
+                name
+                for name in used[one.code]
+                if not within(name, LAYERS[family.digit])
+            ] == [], one.code
 
 
 def uncoded(sites):
     return [
         f"{name}:{line} {kind}"
         for name, line, kind, code, _ in sites
-        if code is None and (kind in OURS or (kind in BUILTIN and within(name, PUBLIC))) and name not in INTERNAL
+        if code is None
+        and (kind in OURS or (kind in BUILTIN and within(name, PUBLIC)))
+        and name not in INTERNAL
     ]
 
 
@@ -137,7 +189,10 @@ def test_every_error_of_ours_has_a_code():
 def test_control_an_error_without_a_code_is_found():
     text = "raise ValueError('a')\nraise CheckpointError(f'{b}')\nraise ValueError(coded('HP201', 'c'))"
     found = list(raised({"hyper_parallel.core.dtensor.made_up": ast.parse(text)}))
-    assert [line.split()[1] for line in uncoded(found)] == ["ValueError", "CheckpointError"]
+    assert [line.split()[1] for line in uncoded(found)] == [
+        "ValueError",
+        "CheckpointError",
+    ]
 
 
 def test_one_message_has_one_code():
@@ -160,8 +215,14 @@ def test_the_example_is_what_this_code_and_no_other_says(code):
     found = defaultdict(set)
     for _, _, site_kind, site_code, message in SITES:
         place = r"(?:[\w./-]+: ){0,2}" if site_kind == "CheckpointError" else ""
-        written = (pattern(message) or "").split("\\\n")[0]  # the first line is the example
-        if isinstance(site_code, ast.Constant) and written and re.fullmatch(place + written, text):
+        written = (pattern(message) or "").split("\\\n")[
+            0
+        ]  # the first line is the example
+        if (
+            isinstance(site_code, ast.Constant)
+            and written
+            and re.fullmatch(place + written, text)
+        ):
             found[site_code.value].add(site_kind)
     assert kind in found[code], found
     assert [other for other in found if other != code and kind in found[other]] == []
@@ -176,7 +237,15 @@ def test_the_page_has_name_example_cause_and_remedy():
     assert re.findall(r"^### (\S+)$", page, re.MULTILINE) == list(explanations())
     for one in explanations().values():
         section = page.split(f"\n### {one.code}\n")[1].split("\n#")[0]
-        assert all(part in section for part in (one.name, one.example, one.cause, f"**What to do.** {one.remedy}"))
+        assert all(
+            part in section
+            for part in (
+                one.name,
+                one.example,
+                one.cause,
+                f"**What to do.** {one.remedy}",
+            )
+        )
         assert min(len(one.name), len(one.cause), len(one.remedy)) > 10
 
 
@@ -193,7 +262,11 @@ def alone():
     layout = Layout((2, 2), ("dp", "tp"))
     mesh = DeviceMesh("cpu", [0])
     x = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
-    wide, linear, meta = DeviceMesh("cpu", [[0]]), torch.nn.Linear(2, 2), torch.ones(1, device="meta")
+    wide, linear, meta = (
+        DeviceMesh("cpu", [[0]]),
+        torch.nn.Linear(2, 2),
+        torch.ones(1, device="meta"),
+    )
     return [
         ("HP103", RuntimeError, lambda: get_platform().barrier()),
         ("HP116", ValueError, lambda: first_compared("yes")),
@@ -227,7 +300,9 @@ def test_errors_have_their_codes_at_run_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for code, kind, call in alone():
         error = failure(call)
-        assert (code_of(error), isinstance(error, kind)) == (code, True), f"{code}: {error!r}"
+        assert (code_of(error), isinstance(error, kind)) == (code, True), (
+            f"{code}: {error!r}"
+        )
     monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "jax")
     assert code_of(failure(_choose)) == "HP102"
 
@@ -247,9 +322,15 @@ def codes_among_ranks(folder):
         "HP123": lambda: platform.reduce_scatter_tensor(x, None),
         "HP124": lambda: platform.all_gather_object([None], 1),
         "HP220": lambda: DTensor.from_local(x, mesh, [Shard(0)], shape=(9, 2)),
-        "HP221": lambda: DTensor.from_local(x + rank, mesh, [Replicate()], run_check=True),
-        "HP404": lambda: parallelize_module(torch.nn.Linear(2, 6), mesh, ColwiseParallel(heads=3)),
-        "HP509": lambda: save({"w": torch.ones(2) if rank else 1}, checkpoint_id=folder),
+        "HP221": lambda: DTensor.from_local(
+            x + rank, mesh, [Replicate()], run_check=True
+        ),
+        "HP404": lambda: parallelize_module(
+            torch.nn.Linear(2, 6), mesh, ColwiseParallel(heads=3)
+        ),
+        "HP509": lambda: save(
+            {"w": torch.ones(2) if rank else 1}, checkpoint_id=folder
+        ),
     }
     with platform.checked_collectives():
         return {code: code_of(failure(call)) for code, call in calls.items()}
@@ -270,28 +351,49 @@ def fail_on_one():
 
 def test_examples_of_communication_are_what_is_raised():
     waited = {
-        "HP111": unfinished(0, "all_reduce", "ranks_0_1_1.0", [0, 1], (1,), {}, number=3, axis="tp"),
+        "HP111": unfinished(
+            0, "all_reduce", "ranks_0_1_1.0", [0, 1], (1,), {}, number=3, axis="tp"
+        ),
         "HP112": unfinished(1, "barrier", None, [0, 1], None, {}),
         "HP113": unfinished(0, "all_reduce", None, [0, 1], (), {1: "barrier"}),
         "HP114": unfinished(0, "all_reduce", None, [0, 1], (), {1: "all_reduce"}),
     }
     for code, error in waited.items():
-        assert str(error) == coded(code, explanations()[code].example.removeprefix("CommunicationError: "))
-    error = parted(0, 3, [0, 1], {0: "all_reduce(sum, float32, (4,)) at train.py:31", 1: "barrier() at train.py:35"})
-    assert without_code(str(error)) == explanations()["HP115"].example.removeprefix("CommunicationError: ").replace(
-        "axis 'tp', ", ""
+        assert str(error) == coded(
+            code, explanations()[code].example.removeprefix("CommunicationError: ")
+        )
+    error = parted(
+        0,
+        3,
+        [0, 1],
+        {
+            0: "all_reduce(sum, float32, (4,)) at train.py:31",
+            1: "barrier() at train.py:35",
+        },
     )
+    assert without_code(str(error)) == explanations()["HP115"].example.removeprefix(
+        "CommunicationError: "
+    ).replace("axis 'tp', ", "")
     again = pickle.loads(pickle.dumps(waited["HP111"]))
-    assert (again.number, again.axis, again.missing, code_of(again)) == (3, "tp", (1,), "HP111")
+    assert (again.number, again.axis, again.missing, code_of(again)) == (
+        3,
+        "tp",
+        (1,),
+        "HP111",
+    )
     assert isinstance(again, CommunicationError)
     lost = explanations()["HP309"].example.removeprefix("OperatorError: ")
     assert any(
-        isinstance(n, ast.Constant) and n.value == lost for n in ast.walk(TREES["hyper_parallel.core.shard.arguments"])
+        isinstance(n, ast.Constant) and n.value == lost
+        for n in ast.walk(TREES["hyper_parallel.core.shard.arguments"])
     )
 
 
 def test_examples_of_recipes_and_the_command_are_what_is_told(tmp_path):
-    problem, failed = Problem("steps", "this key is needed"), Failure(1, 0.0, "wrong", "", False, tmp_path / "a.log")
+    problem, failed = (
+        Problem("steps", "this key is needed"),
+        Failure(1, 0.0, "wrong", "", False, tmp_path / "a.log"),
+    )
     made = {
         "HP701": RecipeError("demo.yaml", [problem] * 3),
         "HP702": ResumeError("demo.yaml", [problem]),
@@ -302,7 +404,12 @@ def test_examples_of_recipes_and_the_command_are_what_is_told(tmp_path):
     for code, error in made.items():
         kind, _, text = explanations()[code].example.partition(": ")
         assert (type(error).__name__, code_of(error)) == (kind, code)
-        assert str(error).replace(f" [{code}: docs/errors.md#{code.lower()}]", "").splitlines()[0] == text
+        assert (
+            str(error)
+            .replace(f" [{code}: docs/errors.md#{code.lower()}]", "")
+            .splitlines()[0]
+            == text
+        )
     again = pickle.loads(pickle.dumps(made["HP702"]))
     assert (type(again), str(again)) == (ResumeError, str(made["HP702"]))
 
@@ -312,10 +419,15 @@ def test_explain_prints_an_entry():
     run = CliRunner().invoke(application, ["explain", "hp203"])
     one = explanations()["HP203"]
     assert run.exit_code == 0
-    assert all(part in run.stdout for part in ("HP203", one.name, one.example, one.cause, one.remedy))
+    assert all(
+        part in run.stdout
+        for part in ("HP203", one.name, one.example, one.cause, one.remedy)
+    )
     assert CliRunner().invoke(application, ["explain", "203"]).stdout == run.stdout
     listed = CliRunner().invoke(application, ["explain"]).stdout
-    assert all(f"{code}  {entry.name}" in listed for code, entry in explanations().items())
+    assert all(
+        f"{code}  {entry.name}" in listed for code, entry in explanations().items()
+    )
     wrong = CliRunner().invoke(application, ["explain", "HP299"])
     assert wrong.exit_code == 2
     assert "there is no code 'HP299'; near are HP301, HP302, HP303" in wrong.stderr

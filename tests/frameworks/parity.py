@@ -26,7 +26,9 @@ def on_this_rank(framework, shape, folder):
     model, mesh = own.new_model(SIZES), None
     if shape != "1":
         sizes = tuple(map(int, shape.split("x")))
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
+        mesh = init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :]
+        )
         put_on_mesh(model, mesh)
     load({"model": ModelState(model)}, checkpoint_id=folder)
     step = own.step_of(model, own.new_optimizer(model))
@@ -54,16 +56,24 @@ def main():
     if shapes == ["save"]:
         from training import SIZES
 
-        save({"model": ModelState(module_of(framework).new_model(SIZES))}, checkpoint_id=folder)
+        save(
+            {"model": ModelState(module_of(framework).new_model(SIZES))},
+            checkpoint_id=folder,
+        )
         return
     losses = {}
     for shape in shapes:
         count = math.prod(map(int, shape.split("x")))
-        losses[shape] = run_ranks(on_this_rank, count, framework, shape, folder, timeout=300)[0]
+        losses[shape] = run_ranks(
+            on_this_rank, count, framework, shape, folder, timeout=300
+        )[0]
         close_ranks()  # ranks that wait for a job would take part of the cores
     print(json.dumps(losses))
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2] / "examples" / name) for name in ("llama", "shared_checkpoint")]
+    sys.path[:0] = [
+        str(Path(__file__).parents[2] / "examples" / name)
+        for name in ("llama", "shared_checkpoint")
+    ]
     main()

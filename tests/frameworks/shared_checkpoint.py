@@ -21,7 +21,9 @@ def bits():
 
     rng = np.random.default_rng(3)
     return {
-        (kind, dtype): rng.integers(0, 2 if dtype == "bool" else 256, int(np.prod(shape)) * size, dtype=np.uint8)
+        (kind, dtype): rng.integers(
+            0, 2 if dtype == "bool" else 256, int(np.prod(shape)) * size, dtype=np.uint8
+        )
         for kind, shape in SHAPES.items()
         for dtype, size in ITEM_SIZES.items()
     }
@@ -40,7 +42,11 @@ def on_this_rank(what, ranks, dim, folder):
         given = data if what == "save" else np.zeros_like(data)
         tensor = platform.tensor_from_bytes(given.copy(), dtype, SHAPES[kind])
         state[f"{kind}.{dtype}"] = distribute_tensor(tensor, mesh, [Shard(dim)])
-    everything = {"state": state, "plain": platform.full((3,), 7.0 if what == "save" else 0.0), "step": 7}
+    everything = {
+        "state": state,
+        "plain": platform.full((3,), 7.0 if what == "save" else 0.0),
+        "step": 7,
+    }
     if what == "save":
         save(everything, checkpoint_id=folder)
         return
@@ -51,7 +57,11 @@ def on_this_rank(what, ranks, dim, folder):
     assert platform.tensor_to_numpy(everything["plain"]).tolist() == [7.0] * 3
     for (kind, dtype), data in bits().items():
         whole = state[f"{kind}.{dtype}"].full_tensor()
-        found = platform.tensor_memory(platform.host_tensor(whole)).reshape(-1).view(np.uint8)
+        found = (
+            platform.tensor_memory(platform.host_tensor(whole))
+            .reshape(-1)
+            .view(np.uint8)
+        )
         assert np.array_equal(found, data), f"{kind}.{dtype}"
 
 
@@ -62,7 +72,9 @@ def main():
 
     for task in tasks:
         what, ranks, dim, folder = task.split(",")
-        run_ranks(on_this_rank, int(ranks), what, int(ranks), int(dim), folder, timeout=300)
+        run_ranks(
+            on_this_rank, int(ranks), what, int(ranks), int(dim), folder, timeout=300
+        )
         print(task)
     close_ranks()
 

@@ -17,7 +17,11 @@ def made():
     layer = mint.nn.Linear(3, 2)
     optimizer = optim.AdamW(layer.trainable_params(), lr=0.1)
     for _ in range(2):
-        optimizer(tuple(Tensor(np.ones(p.shape, np.float32)) for p in layer.trainable_params()))
+        optimizer(
+            tuple(
+                Tensor(np.ones(p.shape, np.float32)) for p in layer.trainable_params()
+            )
+        )
     return layer, optimizer, get_platform().optimizer_parts(optimizer)[1]
 
 
@@ -31,7 +35,10 @@ def test_steps_have_the_dtype_and_the_shape_of_torchs(made):
         theirs.step()
     for mine, true in ((layer.weight, twin.weight), (layer.bias, twin.bias)):
         step, expected = state[mine]["step"], theirs.state[true]["step"]
-        assert (step.dtype, tuple(step.shape)) == (mindspore.float32, tuple(expected.shape))
+        assert (step.dtype, tuple(step.shape)) == (
+            mindspore.float32,
+            tuple(expected.shape),
+        )
         assert expected.dtype == torch.float32
         assert float(step) == float(expected) == 2
 
@@ -46,8 +53,15 @@ def test_steps_that_are_set_count_on(made):
 
 def test_steps_that_differ_are_refused(made):
     layer, _, state = made
-    state[layer.weight] = {**state[layer.weight], "step": Tensor(7.0, mindspore.float32)}
+    state[layer.weight] = {
+        **state[layer.weight],
+        "step": Tensor(7.0, mindspore.float32),
+    }
     with pytest.raises(
-        ValueError, match=r"keeps one 'step' for all parameters, got 7\.0 for .*weight and 4\.0 for .*bias"
+        ValueError,
+        match=r"keeps one 'step' for all parameters, got 7\.0 for .*weight and 4\.0 for .*bias",
     ):
-        state[layer.bias] = {**state[layer.bias], "step": Tensor(4.0, mindspore.float32)}
+        state[layer.bias] = {
+            **state[layer.bias],
+            "step": Tensor(4.0, mindspore.float32),
+        }

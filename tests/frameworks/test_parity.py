@@ -51,6 +51,8 @@ def test_it_learns_so_that_wrong_gradients_would_show(in_pytorch):
 
 @pytest.mark.parametrize("framework", ["in_pytorch", "in_mindspore"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_losses_are_those_of_one_process_of_pytorch(request, in_pytorch, framework, shape):
+def test_losses_are_those_of_one_process_of_pytorch(
+    request, in_pytorch, framework, shape
+):
     losses = request.getfixturevalue(framework)[shape]
     np.testing.assert_allclose(losses, in_pytorch["1"], rtol=2e-6)

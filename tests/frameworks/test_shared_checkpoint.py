@@ -24,7 +24,12 @@ def test_every_bit_arrives(tmp_path):
         ("torch", [f"save,2,0,{of_torch}"]),
         (
             "mindspore",
-            [f"load,3,1,{of_torch}", f"load,1,0,{of_torch}", f"save,3,1,{of_mindspore}", f"load,2,0,{of_mindspore}"],
+            [
+                f"load,3,1,{of_torch}",
+                f"load,1,0,{of_torch}",
+                f"save,3,1,{of_mindspore}",
+                f"load,2,0,{of_mindspore}",
+            ],
         ),
         ("torch", [f"load,2,0,{of_mindspore}", f"load,4,1,{of_mindspore}"]),
     ]

@@ -18,7 +18,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "shared_checkpoint"
 
 
 def run(script, *arguments):
-    environment = {key: value for key, value in os.environ.items() if key != "HYPER_PARALLEL_PLATFORM"}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "HYPER_PARALLEL_PLATFORM"
+    }
     return subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
         capture_output=True, text=True, timeout=300, check=False, env=environment,
@@ -37,13 +41,21 @@ def story(tmp_path_factory):
 def test_the_training_goes_on_in_the_other_framework(story):
     told, _ = story
     for part in ("model", "optimizer.state", "reference"):
-        assert re.search(rf"^{re.escape(part)} .* every bit as PyTorch wrote it$", told, re.MULTILINE), told
-    rows = re.findall(r"^ +(\d+)  (\w+, \S+) +(\d\.\d+)  +(\d\.\d+)$", told, re.MULTILINE)
+        assert re.search(
+            rf"^{re.escape(part)} .* every bit as PyTorch wrote it$", told, re.MULTILINE
+        ), told
+    rows = re.findall(
+        r"^ +(\d+)  (\w+, \S+) +(\d\.\d+)  +(\d\.\d+)$", told, re.MULTILINE
+    )
     assert [int(step) for step, *_ in rows] == list(range(1, 10))
-    assert [by for _, by, *_ in rows] == ["PyTorch, 2x2"] * 3 + ["MindSpore, 2"] * 3 + ["PyTorch, 1"] * 3
+    assert [by for _, by, *_ in rows] == ["PyTorch, 2x2"] * 3 + ["MindSpore, 2"] * 3 + [
+        "PyTorch, 1"
+    ] * 3
     shared, alone = np.array([[float(one), float(other)] for *_, one, other in rows]).T
     np.testing.assert_allclose(shared, alone, rtol=2e-6)
-    assert alone[-1] < alone[0] - 0.2  # it learns, so that weights or moments that were not loaded would show
+    assert (
+        alone[-1] < alone[0] - 0.2
+    )  # it learns, so that weights or moments that were not loaded would show
 
 
 def test_the_files_say_what_the_page_says(story):
@@ -51,8 +63,12 @@ def test_the_files_say_what_the_page_says(story):
     _, folder = story
     tensors = {}
     for name in ("first", "copied"):
-        described = json.loads((folder / name / "checkpoint.json").read_text())["tensors"]
-        tensors[name] = {key: (entry["dtype"], entry["shape"]) for key, entry in described.items()}
+        described = json.loads((folder / name / "checkpoint.json").read_text())[
+            "tensors"
+        ]
+        tensors[name] = {
+            key: (entry["dtype"], entry["shape"]) for key, entry in described.items()
+        }
     assert tensors["first"] == tensors["copied"]
     assert {dtype for dtype, _ in tensors["first"].values()} == {"float32", "bfloat16"}
     assert "optimizer.state.blocks.0.attention.wq.weight.exp_avg" in tensors["first"]
@@ -69,10 +85,14 @@ def test_control_moments_that_are_lost_change_the_losses(story, tmp_path):
     assert without != text
     (scripts / "training.py").write_text(without)
     control = (
-        "import run, sys; run.start('in_pytorch.py', 1, '--load', *sys.argv[1:2], '--steps', 9, '--save', sys.argv[2])"
+        "import run, sys; run.start('in_pytorch.py', 1, "
+        "'--load', *sys.argv[1:2], '--steps', 9, '--save', sys.argv[2])"
     )
     (scripts / "control.py").write_text(control)
     made = run(scripts / "control.py", folder / "second", tmp_path / "control")
     assert made.returncode == 0, made.stderr[-4000:]
-    lost, true = (read_objects(place)["losses"] for place in (tmp_path / "control", folder / "whole"))
+    lost, true = (
+        read_objects(place)["losses"]
+        for place in (tmp_path / "control", folder / "whole")
+    )
     assert abs(lost[-1] / true[-1] - 1) > 1e-4

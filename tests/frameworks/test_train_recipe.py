@@ -21,11 +21,19 @@ SMALL = [
     "data.batch=4",
     "steps=8",
 ]
-SMALL += ["schedule.warmup=2", "optimizer.lr=3e-3", "evaluation={every: 4, batches: 2}", "checkpoints.keep=null"]
+SMALL += [
+    "schedule.warmup=2",
+    "optimizer.lr=3e-3",
+    "evaluation={every: 4, batches: 2}",
+    "checkpoints.keep=null",
+]
 
 
 def log_of(folder):
-    return {facts["step"]: facts for facts in map(json.loads, (folder / "log.jsonl").read_text().splitlines())}
+    return {
+        facts["step"]: facts
+        for facts in map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,9 @@ def in_pytorch(tmp_path_factory):
 
 
 def go_on(start, folder, nproc, *overrides):
-    recipe = read_recipe(RECIPES / "mindspore.yaml", [*SMALL, f"folder={folder}", *overrides], nproc)
+    recipe = read_recipe(
+        RECIPES / "mindspore.yaml", [*SMALL, f"folder={folder}", *overrides], nproc
+    )
     return train(recipe, start / "step-00000002").step
 
 
@@ -50,9 +60,14 @@ def check(true, mine):
     assert list(mine) == list(range(3, 9))
     for step, facts in mine.items():
         for name in facts.keys() - {"tokens_per_second", "memory"}:
-            assert facts[name] == pytest.approx(true[step][name], rel=1e-5), (step, name)
+            assert facts[name] == pytest.approx(true[step][name], rel=1e-5), (
+                step,
+                name,
+            )
     assert {4, 8} == {step for step, facts in mine.items() if "held_out" in facts}
-    assert mine[8]["loss"] != pytest.approx(true[2]["loss"], rel=1e-2)  # wrong gradients would show
+    assert mine[8]["loss"] != pytest.approx(
+        true[2]["loss"], rel=1e-2
+    )  # wrong gradients would show
 
 
 def test_one_process(tmp_path, in_pytorch):

@@ -40,8 +40,16 @@ def imports(name, tree, *, package=False):
                 above = name.split(".")[: len(name.split(".")) - node.level + package]
                 base = ".".join([*above, base] if base else above)
             found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called in ("import_module", "__import__"):
                 found.append((node.lineno, str(node.args[0].value)))
     return found

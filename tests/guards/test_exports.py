@@ -16,7 +16,9 @@ def public_names(tree, package):
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package.split(".")[0]):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            package.split(".")[0]
+        ):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -26,7 +28,9 @@ def public_names(tree, package):
 
 def declared(tree):
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            getattr(t, "id", "") == "__all__" for t in node.targets
+        ):
             return [element.value for element in node.value.elts]
     return None
 
@@ -46,13 +50,24 @@ def export_problems(package, name, tree):
 
 
 # A framework that is not installed here has its own run of the tests.
-ABSENT = tuple(f"{PACKAGE.name}.platform.{name}." for name in ("mindspore", "torch") if find_spec(name) is None)
-PACKAGES = [name for name in modules(PACKAGE) if is_package(PACKAGE, name) and not f"{name}.".startswith(ABSENT)]
+ABSENT = tuple(
+    f"{PACKAGE.name}.platform.{name}."
+    for name in ("mindspore", "torch")
+    if find_spec(name) is None
+)
+PACKAGES = [
+    name
+    for name in modules(PACKAGE)
+    if is_package(PACKAGE, name) and not f"{name}.".startswith(ABSENT)
+]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_all_is_sorted_and_complete(name):
-    assert export_problems(importlib.import_module(name), name, modules(PACKAGE)[name]) == []
+    assert (
+        export_problems(importlib.import_module(name), name, modules(PACKAGE)[name])
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +75,10 @@ def test_all_is_sorted_and_complete(name):
     [
         ("a = 1\nb = 2\n__all__ = ['b', 'a']", "not sorted"),
         ("a = 1\ndef b(): pass\n__all__ = ['a']", r"lacks \['b'\]"),
-        ("from made_up.part import thing\na = 1\n__all__ = ['a']", r"lacks \['thing'\]"),
+        (
+            "from made_up.part import thing\na = 1\n__all__ = ['a']",
+            r"lacks \['thing'\]",
+        ),
         ("a = 1\n__all__ = ['a', 'c']", r"names \['c'\]"),
         ("a = 1", "without an __all__"),
     ],

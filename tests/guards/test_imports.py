@@ -28,7 +28,10 @@ LAYERS = [
     ["hyper_parallel.recipe", "hyper_parallel.verification"],
     ["hyper_parallel.cli"],
 ]
-UNLAYERED = {"hyper_parallel", "hyper_parallel.core"}  # they only name what the layers hold
+UNLAYERED = {
+    "hyper_parallel",
+    "hyper_parallel.core",
+}  # they only name what the layers hold
 
 
 def within(name, package):
@@ -39,7 +42,10 @@ def framework_imports(package):
     """Imports of a framework outside platform/<framework>/."""
     problems = []
     for name, tree in modules(package).items():
-        if any(within(name, f"{package.name}.platform.{framework}") for framework in FRAMEWORKS):
+        if any(
+            within(name, f"{package.name}.platform.{framework}")
+            for framework in FRAMEWORKS
+        ):
             continue
         for line, imported in imports(name, tree, package=is_package(package, name)):
             if imported.split(".")[0] in FRAMEWORKS:
@@ -54,7 +60,9 @@ def place(name, known):
             if within(name, package):
                 return number, package
     # Of what is imported only a prefix may be a module: `hyper_parallel.core` or a name in it.
-    if name in UNLAYERED or (name not in known and name.rpartition(".")[0] in UNLAYERED):
+    if name in UNLAYERED or (
+        name not in known and name.rpartition(".")[0] in UNLAYERED
+    ):
         return None
     return -1, name
 
@@ -115,7 +123,13 @@ def test_only_the_platform_imports_a_framework():
     ],
 )
 def test_control_a_framework_import_is_found(tree, text):
-    package = tree({"core/dtensor/a.py": text, "platform/torch/b.py": text, "platform/torch_like.py": text})
+    package = tree(
+        {
+            "core/dtensor/a.py": text,
+            "platform/torch/b.py": text,
+            "platform/torch_like.py": text,
+        }
+    )
     assert [problem.split(":")[0] for problem in framework_imports(package)] == [
         "hyper_parallel.core.dtensor.a",
         "hyper_parallel.platform.torch_like",
@@ -133,8 +147,14 @@ def test_imports_point_downwards():
         ("platform/a.py", "from hyper_parallel.core import dtensor"),
         ("platform/a.py", "from ..core.dtensor import layout"),
         ("platform/a.py", "import hyper_parallel"),
-        ("core/dtensor/a.py", "def f():\n    from hyper_parallel.core.shard import rule"),
-        ("core/tensor_parallel/a.py", "from hyper_parallel.core.fully_shard import api"),
+        (
+            "core/dtensor/a.py",
+            "def f():\n    from hyper_parallel.core.shard import rule",
+        ),
+        (
+            "core/tensor_parallel/a.py",
+            "from hyper_parallel.core.fully_shard import api",
+        ),
         ("core/dtensor/a.py", "from hyper_parallel.testing import run_ranks"),
         ("helpers/a.py", "x = 1"),
         ("core/loose.py", "x = 1"),
@@ -182,7 +202,13 @@ HEAVY = (
 
 def import_cost(statements):
     code = COUNT.format(imports=statements)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     calls, count, *new = run.stdout.split()
     return int(calls), int(count), new
 
@@ -192,7 +218,9 @@ def heavy(names):
 
 
 def test_importing_and_choosing_the_platform_is_light():
-    calls, count, new = import_cost("import hyper_parallel\nhyper_parallel.get_platform()")
+    calls, count, new = import_cost(
+        "import hyper_parallel\nhyper_parallel.get_platform()"
+    )
     assert heavy(new) == []
     assert count < MOST_MODULES
     assert calls < MOST_CALLS

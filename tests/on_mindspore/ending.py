@@ -55,7 +55,11 @@ def wait_for_one_that_ends(folder, _):
 
 def start(target, *arguments):
     """The processes of two ranks."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
     started = []
     for rank in range(2):
         process = os.fork()

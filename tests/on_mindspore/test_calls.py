@@ -11,7 +11,13 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.mint.nn import functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel import Replicate, Shard, distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import (
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    init_device_mesh,
+)
 from hyper_parallel.core.dtensor.modes import strict
 from hyper_parallel.testing import on_ranks
 
@@ -76,15 +82,28 @@ MOVES = {
     "ops.diag": (ops.diag, ROW),
     "ops.gather_nd": (ops.gather_nd, X, below(5, 3, 1)),
     "ops.one_hot": (lambda i: ops.one_hot(i, 6), LABELS),
-    "x.scatter": (lambda x, i, y: x.scatter(1, i, y), X, np.argsort(X, 1)[:, :2], X[:, :2].copy()),
-    "x.scatter of a number": (lambda x, i: x.scatter(1, i, 2.5), X, np.argsort(X, 1)[:, :2]),
+    "x.scatter": (
+        lambda x, i, y: x.scatter(1, i, y),
+        X,
+        np.argsort(X, 1)[:, :2],
+        X[:, :2].copy(),
+    ),
+    "x.scatter of a number": (
+        lambda x, i: x.scatter(1, i, 2.5),
+        X,
+        np.argsort(X, 1)[:, :2],
+    ),
     "ops.tensor_scatter_elements": (
         lambda x, i, y: ops.tensor_scatter_elements(x, i, y, 1, "add"),
         X,
         below(6, 5, 3),
         X[:, :3].copy(),
     ),
-    "ops.index_fill": (lambda x, i: ops.index_fill(x, 1, i, 2.5), X, below(6, 2, dtype=np.int32)),
+    "ops.index_fill": (
+        lambda x, i: ops.index_fill(x, 1, i, 2.5),
+        X,
+        below(6, 2, dtype=np.int32),
+    ),
     "mint.searchsorted": (lambda x, s: mint.searchsorted(s, x), X, np.sort(ROW)),
     "ops.cdist": (ops.cdist, some(3, 5, 2), some(3, 4, 2)),
     "ops.cross": (lambda x, y: ops.cross(x, y, 1), some(5, 3), some(5, 3)),
@@ -96,7 +115,11 @@ LOSSES = {
     "F.smooth_l1_loss": (lambda x, y: F.smooth_l1_loss(x, y, "mean", 0.5), X, Y),
     "nn.SmoothL1Loss": (nn.SmoothL1Loss(), X, Y),
     "ops.kl_div": (lambda x, y: ops.kl_div(x, y, "mean"), X, POSITIVE),
-    "F.binary_cross_entropy": (F.binary_cross_entropy, POSITIVE, (Y > 0).astype(np.float32)),
+    "F.binary_cross_entropy": (
+        F.binary_cross_entropy,
+        POSITIVE,
+        (Y > 0).astype(np.float32),
+    ),
     "F.binary_cross_entropy_with_logits": (
         lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="sum"),
         X,
@@ -111,19 +134,44 @@ LOSSES = {
     "ops.multi_margin_loss": (ops.multi_margin_loss, X, LABELS),
 }
 WINDOWS = {
-    "ops.conv1d": (lambda x, w, b: ops.conv1d(x, w, b, 2, "pad", 1), SIGNAL, some(6, 4, 3), some(6)),
-    "ops.conv2d": (lambda x, w, b: ops.conv2d(x, w, b, (2, 1), "pad", (1, 0)), IMAGE, some(6, 4, 3, 2), some(6)),
-    "ops.conv2d, same": (lambda x, w: ops.conv2d(x, w, None, 2, "same"), IMAGE, some(6, 4, 3, 2)),
-    "ops.conv2d in groups": (lambda x, w: ops.conv2d(x, w, groups=2), IMAGE, some(6, 2, 3, 2)),
+    "ops.conv1d": (
+        lambda x, w, b: ops.conv1d(x, w, b, 2, "pad", 1),
+        SIGNAL,
+        some(6, 4, 3),
+        some(6),
+    ),
+    "ops.conv2d": (
+        lambda x, w, b: ops.conv2d(x, w, b, (2, 1), "pad", (1, 0)),
+        IMAGE,
+        some(6, 4, 3, 2),
+        some(6),
+    ),
+    "ops.conv2d, same": (
+        lambda x, w: ops.conv2d(x, w, None, 2, "same"),
+        IMAGE,
+        some(6, 4, 3, 2),
+    ),
+    "ops.conv2d in groups": (
+        lambda x, w: ops.conv2d(x, w, groups=2),
+        IMAGE,
+        some(6, 2, 3, 2),
+    ),
     "ops.conv3d": (ops.conv3d, VOLUME, some(5, 2, 2, 2, 2)),
     "ops.max_pool2d": (lambda x: ops.max_pool2d(x, 2, 2), IMAGE),
     "nn.MaxPool2d": (nn.MaxPool2d(2, 2), IMAGE),
     "nn.AvgPool2d": (nn.AvgPool2d(2, 2), IMAGE),
     "ops.adaptive_avg_pool2d": (lambda x: ops.adaptive_avg_pool2d(x, (2, 3)), IMAGE),
     "F.interpolate": (lambda x: F.interpolate(x, 11), SIGNAL),
-    "F.interpolate, trilinear": (lambda x: F.interpolate(x, (3, 5, 2), mode="trilinear"), VOLUME),
+    "F.interpolate, trilinear": (
+        lambda x: F.interpolate(x, (3, 5, 2), mode="trilinear"),
+        VOLUME,
+    ),
     "F.pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), IMAGE),
-    "F.grid_sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), IMAGE, np.tanh(some(3, 2, 3, 2))),
+    "F.grid_sample": (
+        lambda x, g: F.grid_sample(x, g, align_corners=False),
+        IMAGE,
+        np.tanh(some(3, 2, 3, 2)),
+    ),
     "ops.affine_grid": (lambda t: ops.affine_grid(t, (3, 1, 4, 5)), some(3, 2, 3)),
     "F.group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, some(4), some(4)),
     "ops.batch_norm": (
@@ -141,7 +189,11 @@ CALLS = {**REDUCTIONS, **MOVES, **LOSSES, **WINDOWS}
 
 
 def tensors_of(found):
-    return [one for item in found for one in tensors_of(item)] if isinstance(found, (tuple, list)) else [found]
+    return (
+        [one for item in found for one in tensors_of(item)]
+        if isinstance(found, (tuple, list))
+        else [found]
+    )
 
 
 def weighted(found):
@@ -165,22 +217,45 @@ def test_a_call_gives_the_values_and_gradients_of_one_process(name):
     expected = [one.asnumpy() for one in tensors_of(call(*plain))]
     has_gradient = any(one.dtype.kind == "f" for one in expected)
     floats = floats if has_gradient else ()
-    gradients = mindspore.grad(lambda *given: weighted(call(*given)), floats)(*plain) if has_gradient else ()
+    gradients = (
+        mindspore.grad(lambda *given: weighted(call(*given)), floats)(*plain)
+        if has_gradient
+        else ()
+    )
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Replicate(), *map(Shard, range(operands[0].ndim))):
         placements = [placement, *[Replicate()] * (len(operands) - 1)]
-        given = [distribute_tensor(Tensor(a), mesh, [p]) for a, p in zip(operands, placements, strict=True)]
+        given = [
+            distribute_tensor(Tensor(a), mesh, [p])
+            for a, p in zip(operands, placements, strict=True)
+        ]
         with strict():
             found = [one.full_tensor().asnumpy() for one in tensors_of(call(*given))]
-            mine = mindspore.grad(lambda *given: weighted(call(*given)), floats)(*given) if has_gradient else ()
+            mine = (
+                mindspore.grad(lambda *given: weighted(call(*given)), floats)(*given)
+                if has_gradient
+                else ()
+            )
         for one, true in zip(found, expected, strict=True):
             assert one.dtype == true.dtype
-            np.testing.assert_allclose(one, true, 1e-4, 1e-5, err_msg=f"{name} with {placement}")
-        for i, one, true in zip(floats, tensors_of(mine), tensors_of(gradients), strict=True):
+            np.testing.assert_allclose(
+                one, true, 1e-4, 1e-5, err_msg=f"{name} with {placement}"
+            )
+        for i, one, true in zip(
+            floats, tensors_of(mine), tensors_of(gradients), strict=True
+        ):
             part = true.asnumpy()
             if i == 0 and placement.is_shard():
-                part = np.split(part, [-(-part.shape[placement.dim] // 2)], placement.dim)[mesh.rank]
-            np.testing.assert_allclose(one.asnumpy(), part, 1e-3, 1e-4, err_msg=f"{name} with {placement}: operand {i}")
+                part = np.split(
+                    part, [-(-part.shape[placement.dim] // 2)], placement.dim
+                )[mesh.rank]
+            np.testing.assert_allclose(
+                one.asnumpy(),
+                part,
+                1e-3,
+                1e-4,
+                err_msg=f"{name} with {placement}: operand {i}",
+            )
 
 
 def by_name(name):
@@ -197,8 +272,16 @@ WITHOUT_KERNEL = {
         some(6, 4, 2, 2),
     ),
     "F.conv3d": (F.conv3d, by_name("conv3d"), VOLUME, some(5, 2, 2, 2, 2)),
-    "F.avg_pool1d": (lambda x: F.avg_pool1d(x, 2), lambda x: by_name("avg_pool1d")(x, 2), SIGNAL),
-    "F.avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: by_name("avg_pool2d")(x, 3, 2, 1), IMAGE),
+    "F.avg_pool1d": (
+        lambda x: F.avg_pool1d(x, 2),
+        lambda x: by_name("avg_pool1d")(x, 2),
+        SIGNAL,
+    ),
+    "F.avg_pool2d": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1),
+        lambda x: by_name("avg_pool2d")(x, 3, 2, 1),
+        IMAGE,
+    ),
     "F.adaptive_avg_pool1d": (
         lambda x: F.adaptive_avg_pool1d(x, 2),
         lambda x: by_name("adaptive_avg_pool1d")(x, 2),
@@ -210,7 +293,11 @@ WITHOUT_KERNEL = {
         IMAGE,
     ),
     "F.unfold": (lambda x: F.unfold(x, 2), lambda x: by_name("im2col")(x, 2), IMAGE),
-    "F.fold": (lambda x: F.fold(x, (3, 4), (1, 2)), lambda x: by_name("col2im")(x, (3, 4), (1, 2)), some(5, 6, 9)),
+    "F.fold": (
+        lambda x: F.fold(x, (3, 4), (1, 2)),
+        lambda x: by_name("col2im")(x, (3, 4), (1, 2)),
+        some(5, 6, 9),
+    ),
     "F.pad": (lambda x: F.pad(x, (1, 2)), lambda x: by_name("pad")(x, (1, 2)), X),
     "F.interpolate, linear": (
         lambda x: F.interpolate(x, 5, mode="linear"),
@@ -218,8 +305,18 @@ WITHOUT_KERNEL = {
         SIGNAL,
     ),
     "F.mse_loss": (F.mse_loss, by_name("mse_loss"), X, Y),
-    "F.mse_loss, none": (lambda x, y: F.mse_loss(x, y, "none"), lambda x, y: (x - y) ** 2, X, Y),
-    "F.l1_loss, sum": (lambda x, y: F.l1_loss(x, y, "sum"), lambda x, y: (x - y).abs().sum(), X, Y),
+    "F.mse_loss, none": (
+        lambda x, y: F.mse_loss(x, y, "none"),
+        lambda x, y: (x - y) ** 2,
+        X,
+        Y,
+    ),
+    "F.l1_loss, sum": (
+        lambda x, y: F.l1_loss(x, y, "sum"),
+        lambda x, y: (x - y).abs().sum(),
+        X,
+        Y,
+    ),
     "F.kl_div, batchmean": (
         lambda x, y: F.kl_div(x, y, "batchmean"),
         lambda x, y: by_name("kl_div")(x, y, reduction="batchmean"),
@@ -242,12 +339,28 @@ WITHOUT_KERNEL = {
     ),
     "mint.norm": (mint.norm, lambda x: (x * x).sum().sqrt(), X),
     "mint.trace": (mint.trace, lambda x: x.trace(), X),
-    "mint.roll": (lambda x: mint.roll(x, 2, 1), lambda x: ops.concat((x[:, 4:], x[:, :4]), 1), X),
+    "mint.roll": (
+        lambda x: mint.roll(x, 2, 1),
+        lambda x: ops.concat((x[:, 4:], x[:, :4]), 1),
+        X,
+    ),
     "mint.diag": (mint.diag, ops.diag, ROW),
-    "mint.repeat_interleave": (lambda x: mint.repeat_interleave(x, 2, 1), lambda x: ops.repeat_interleave(x, 2, 1), X),
+    "mint.repeat_interleave": (
+        lambda x: mint.repeat_interleave(x, 2, 1),
+        lambda x: ops.repeat_interleave(x, 2, 1),
+        X,
+    ),
     "mint.cumsum": (lambda x: mint.cumsum(x, 1), lambda x: ops.cumsum(x, 1), X),
-    "mint.logsumexp": (lambda x: mint.logsumexp(x, 1), lambda x: ops.logsumexp(x, 1), X),
-    "F.log_softmax": (lambda x: F.log_softmax(x, 1), lambda x: ops.log_softmax(x, 1), X),
+    "mint.logsumexp": (
+        lambda x: mint.logsumexp(x, 1),
+        lambda x: ops.logsumexp(x, 1),
+        X,
+    ),
+    "F.log_softmax": (
+        lambda x: F.log_softmax(x, 1),
+        lambda x: ops.log_softmax(x, 1),
+        X,
+    ),
     "F.cross_entropy": (F.cross_entropy, by_name("cross_entropy"), X, LABELS),
     "F.embedding": (F.embedding, lambda i, w: ops.gather(w, i, 0), LABELS, some(6, 4)),
 }
@@ -261,11 +374,16 @@ def test_a_call_without_a_kernel_is_done_by_what_there_is(name):
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Replicate(), *map(Shard, range(operands[0].ndim))):
         placements = [placement, *[Replicate()] * (len(operands) - 1)]
-        given = [distribute_tensor(Tensor(a), mesh, [p]) for a, p in zip(operands, placements, strict=True)]
+        given = [
+            distribute_tensor(Tensor(a), mesh, [p])
+            for a, p in zip(operands, placements, strict=True)
+        ]
         with strict():
             found = call(*given).full_tensor().asnumpy()
         assert found.dtype == expected.dtype
-        np.testing.assert_allclose(found, expected, 1e-4, 1e-5, err_msg=f"{name} with {placement}")
+        np.testing.assert_allclose(
+            found, expected, 1e-4, 1e-5, err_msg=f"{name} with {placement}"
+        )
 
 
 @on_ranks(2)
@@ -277,14 +395,22 @@ def test_running_statistics_follow_the_whole_batch():
         one = nn.BatchNorm2d(4).set_train()
         for name in ("gamma", "beta", "moving_mean", "moving_variance"):
             held = getattr(one, name)
-            held = Parameter(distribute_tensor(held.value(), mesh, [Replicate()]), held.name, held.requires_grad)
+            held = Parameter(
+                distribute_tensor(held.value(), mesh, [Replicate()]),
+                held.name,
+                held.requires_grad,
+            )
             setattr(one, name, held)
         with strict():
-            found = one(distribute_tensor(Tensor(IMAGE), mesh, [placement])).full_tensor()
+            found = one(
+                distribute_tensor(Tensor(IMAGE), mesh, [placement])
+            ).full_tensor()
         np.testing.assert_allclose(found.asnumpy(), expected, 1e-4, 1e-5)
         for name in ("moving_mean", "moving_variance"):
             true = getattr(plain, name).asnumpy()
-            np.testing.assert_allclose(getattr(one, name).full_tensor().asnumpy(), true, 1e-5, 1e-6)
+            np.testing.assert_allclose(
+                getattr(one, name).full_tensor().asnumpy(), true, 1e-5, 1e-6
+            )
 
 
 @on_ranks(2)

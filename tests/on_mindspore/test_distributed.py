@@ -57,13 +57,26 @@ def test_gradients_through_value_and_grad_are_the_shards_of_those_of_one_process
         return loss(x, w).full_tensor()
 
     expected, gradients = mindspore.value_and_grad(loss, (0, 1))(Tensor(x), Tensor(w))
-    for placements in (([Shard(1)], [Shard(1)]), ([Shard(0)], [Replicate()]), ([Replicate()], [Shard(0)])):
-        operands = [distribute_tensor(Tensor(a), mesh, p) for a, p in zip((x, w), placements, strict=True)]
+    for placements in (
+        ([Shard(1)], [Shard(1)]),
+        ([Shard(0)], [Replicate()]),
+        ([Replicate()], [Shard(0)]),
+    ):
+        operands = [
+            distribute_tensor(Tensor(a), mesh, p)
+            for a, p in zip((x, w), placements, strict=True)
+        ]
         found, shards = mindspore.value_and_grad(on_mesh, (0, 1))(*operands)
         np.testing.assert_allclose(found.asnumpy(), expected.asnumpy(), rtol=1e-5)
-        for shard, gradient, (placement,) in zip(shards, gradients, placements, strict=True):
+        for shard, gradient, (placement,) in zip(
+            shards, gradients, placements, strict=True
+        ):
             whole = gradient.asnumpy()
-            part = whole if placement.is_replicate() else np.array_split(whole, 2, placement.dim)[rank]
+            part = (
+                whole
+                if placement.is_replicate()
+                else np.array_split(whole, 2, placement.dim)[rank]
+            )
             np.testing.assert_allclose(shard.asnumpy(), part, rtol=1e-4, atol=1e-5)
 
 
@@ -95,12 +108,19 @@ def test_changes_in_place_do_change_the_tensor():
 @on_ranks(2)
 def test_changes_in_place_for_which_a_cpu_has_no_kernel():
     """And those by a number, whose operators have names of their own."""
-    mesh, start = init_device_mesh("cpu", (2,)), np.arange(12, dtype=np.float32).reshape(4, 3)
+    mesh, start = (
+        init_device_mesh("cpu", (2,)),
+        np.arange(12, dtype=np.float32).reshape(4, 3),
+    )
 
     def on_mesh(array):
         return distribute_tensor(Tensor(array), mesh, [Replicate()])
 
-    row, places, one = on_mesh(np.array([1])), on_mesh(np.array([[1, 2, 0]])), on_mesh(np.ones((1, 3), np.float32))
+    row, places, one = (
+        on_mesh(np.array([1])),
+        on_mesh(np.array([[1, 2, 0]])),
+        on_mesh(np.ones((1, 3), np.float32)),
+    )
     with_row, with_places, with_sums = start.copy(), start.copy(), start.copy()
     with_row[1] = 1
     with_places[[1, 2, 0], [0, 1, 2]] = 1
@@ -141,7 +161,9 @@ def test_numbers_drawn_in_place_lie_where_they_should():
         assert change(x) is x
         drawn = x.full_tensor().asnumpy()
         assert low <= drawn.min() < drawn.max() <= high
-        assert not np.array_equal(drawn[:32], drawn[32:])  # the ranks' halves are no copies
+        assert not np.array_equal(
+            drawn[:32], drawn[32:]
+        )  # the ranks' halves are no copies
         np.testing.assert_allclose(drawn.mean(), mean, rtol=0.1)
 
 
@@ -149,7 +171,9 @@ def test_numbers_drawn_in_place_lie_where_they_should():
 def test_running_sums_get_their_dtype_as_of_plain_tensors():
     x = np.full((3, 2), 1.6, np.float32)
     on_mesh = distribute_tensor(Tensor(x), init_device_mesh("cpu", (2,)), [Shard(1)])
-    found, expected = (one.cumsum(axis=0, dtype=mindspore.int32) for one in (on_mesh, Tensor(x)))
+    found, expected = (
+        one.cumsum(axis=0, dtype=mindspore.int32) for one in (on_mesh, Tensor(x))
+    )
     np.testing.assert_array_equal(found.full_tensor().asnumpy(), expected.asnumpy())
     np.testing.assert_array_equal(expected.asnumpy()[:, 0], [1, 3, 4])
 
@@ -158,8 +182,14 @@ def test_running_sums_get_their_dtype_as_of_plain_tensors():
 def test_another_device_is_asked_for_and_not_passed_over():
     x = distribute_tensor(Tensor(draw(4, 3)), init_device_mesh("cpu", (2,)), [Shard(0)])
     for device in ("CPU", "cpu", "CPU:0"):
-        np.testing.assert_array_equal(x.to(device, mindspore.float64).full_tensor().asnumpy(), draw(4, 3))
-    for way in (lambda: x.to("Ascend"), lambda: x.to(device="Ascend"), lambda: x.to("Ascend", mindspore.float16)):
+        np.testing.assert_array_equal(
+            x.to(device, mindspore.float64).full_tensor().asnumpy(), draw(4, 3)
+        )
+    for way in (
+        lambda: x.to("Ascend"),
+        lambda: x.to(device="Ascend"),
+        lambda: x.to("Ascend", mindspore.float16),
+    ):
         with pytest.raises(RuntimeError, match="target device"):
             way()
 
@@ -167,7 +197,9 @@ def test_another_device_is_asked_for_and_not_passed_over():
 @on_ranks(2)
 def test_what_is_not_changed_in_place_says_so():
     x = distribute_tensor(Tensor(draw(4, 3)), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(NotImplementedError, match="InplaceFillDiagonal: .*assign a result to it"):
+    with pytest.raises(
+        NotImplementedError, match="InplaceFillDiagonal: .*assign a result to it"
+    ):
         x.fill_diagonal_(1.0)
 
 
@@ -184,13 +216,17 @@ def test_backward_communicates_on_all_ranks_or_on_none(cut):
             return (x.sum() + mint.ones_like(first).sum()).full_tensor()
         if cut == "history":
             return (x.sum() + ops.stop_gradient(first).sum()).full_tensor()
-        return get_platform().operator("nanmean")(x, 2).sum().full_tensor()  # divides by how many there are
+        return (
+            get_platform().operator("nanmean")(x, 2).sum().full_tensor()
+        )  # divides by how many there are
 
     _, gradient = mindspore.value_and_grad(function)(lines)
     gradient.asnumpy()
     lines.full_tensor()  # after backward all are at the same place
     expected = 1 / 3 if cut == "integers" else 1.0
-    np.testing.assert_allclose(gradient.asnumpy(), np.full(gradient.shape, expected), rtol=1e-5)
+    np.testing.assert_allclose(
+        gradient.asnumpy(), np.full(gradient.shape, expected), rtol=1e-5
+    )
 
 
 @on_ranks(2)
@@ -202,7 +238,9 @@ def test_plain_and_distributed_tensors_do_not_mix_unless_the_plain_one_is_a_numb
         lambda: Tensor(draw(4, 3)) + x,
         lambda: mint.matmul(x, Tensor(draw(3, 2))),
     ):
-        with pytest.raises(OperatorError, match="is a plain tensor among distributed ones"):
+        with pytest.raises(
+            OperatorError, match="is a plain tensor among distributed ones"
+        ):
             mixed()
     number = Tensor(2.0, mindspore.float32)
     for sum_ in (x + number, number + x):
@@ -216,7 +254,9 @@ def test_sums_and_products_of_empty_shards():
     x, w = draw(3, 5), draw(2, 3, seed=1)  # the last rank has nothing of three rows
     cut = distribute_tensor(Tensor(x), mesh, [Shard(0)])
     np.testing.assert_allclose(cut.sum().full_tensor().asnumpy(), x.sum(), rtol=1e-5)
-    np.testing.assert_allclose(mint.sum(cut, dim=0).full_tensor().asnumpy(), x.sum(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        mint.sum(cut, dim=0).full_tensor().asnumpy(), x.sum(0), rtol=1e-5
+    )
     product = mint.matmul(distribute_tensor(Tensor(w), mesh, [Shard(1)]), cut)
     np.testing.assert_allclose(product.full_tensor().asnumpy(), w @ x, rtol=1e-5)
 
@@ -252,7 +292,9 @@ OPTIMIZERS = {
     "Adam": lambda parameters: optim.Adam(parameters, lr=0.05),
     "SGD": lambda parameters: optim.SGD(parameters, lr=0.05, momentum=0.9),
     "nn.SGD": lambda parameters: nn.SGD(parameters, learning_rate=0.05, momentum=0.9),
-    "nn.Momentum": lambda parameters: nn.Momentum(parameters, learning_rate=0.05, momentum=0.9),
+    "nn.Momentum": lambda parameters: nn.Momentum(
+        parameters, learning_rate=0.05, momentum=0.9
+    ),
     "nn.Adam": lambda parameters: nn.Adam(parameters, learning_rate=0.05),
 }
 
@@ -265,7 +307,10 @@ def test_training_on_a_mesh_is_training_on_one_process(name):
     expected = trained(plain, OPTIMIZERS[name](plain.trainable_params()), Tensor(x))
     assert expected[-1] < expected[0]
     model, mesh = MLP(), init_device_mesh("cpu", (2,))
-    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+    plan = {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(use_local_output=False),
+    }
     parallelize_module(model, mesh, plan)
     assert isinstance(model.up.weight, DTensor)
     assert isinstance(model.up.weight, Parameter)
@@ -273,17 +318,28 @@ def test_training_on_a_mesh_is_training_on_one_process(name):
     names = [name for name, _ in model.parameters_and_names()]
     assert names == ["up.weight", "up.bias", "down.weight", "down.bias"]
     losses = trained(
-        model, OPTIMIZERS[name](model.trainable_params()), distribute_tensor(Tensor(x), mesh, [Replicate()])
+        model,
+        OPTIMIZERS[name](model.trainable_params()),
+        distribute_tensor(Tensor(x), mesh, [Replicate()]),
     )
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     whole = dict(plain.parameters_and_names())
     for name, parameter in model.parameters_and_names():
-        np.testing.assert_allclose(parameter.full_tensor().asnumpy(), whole[name].asnumpy(), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            parameter.full_tensor().asnumpy(),
+            whole[name].asnumpy(),
+            rtol=1e-3,
+            atol=1e-4,
+        )
 
 
 @on_ranks(2)
 def test_the_padding_of_an_embedding_gets_no_gradient():
-    table, ids, mesh = draw(6, 4), np.array([[0, 2, 5], [2, 2, 1]], np.int32), init_device_mesh("cpu", (2,))
+    table, ids, mesh = (
+        draw(6, 4),
+        np.array([[0, 2, 5], [2, 2, 1]], np.int32),
+        init_device_mesh("cpu", (2,)),
+    )
     embed = get_platform().operator("embedding")
     weights = Tensor(draw(2, 3, 4, seed=1))
     expected = np.zeros((6, 4), np.float32)
@@ -317,5 +373,9 @@ def test_changes_in_place_are_part_of_the_graph():
 
     for function, expected in ((tripled, 18 * start), (doubled, 8 * start)):
         x = distribute_tensor(Tensor(start), mesh, [Shard(0)])
-        found = mindspore.grad(lambda x, function=function: function(x).full_tensor())(x)
-        np.testing.assert_allclose(found.asnumpy(), x.layout.part_of(Tensor(expected)).asnumpy(), rtol=1e-6)
+        found = mindspore.grad(lambda x, function=function: function(x).full_tensor())(
+            x
+        )
+        np.testing.assert_allclose(
+            found.asnumpy(), x.layout.part_of(Tensor(expected)).asnumpy(), rtol=1e-6
+        )

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel import CommunicationError, get_platform
-from hyper_parallel.core.distributed_checkpoint import CheckpointError, CheckpointManager
+from hyper_parallel.core.distributed_checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+)
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform.mindspore.store import Store
 from hyper_parallel.testing import on_ranks
@@ -19,10 +22,18 @@ from hyper_parallel.testing import on_ranks
 def test_ranks_that_save_wait_and_leave_end():
     """One in a few did not, or failed, when the host of the store left first. ``ending.py 100`` has the long loop."""
     script = Path(__file__).with_name("ending.py")
-    done = subprocess.run([sys.executable, str(script), "4"], capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), "4"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     *left, killed = done.stdout.splitlines()
     assert left == ["0 0"] * 4, done.stderr
-    assert killed == "-9 7", done.stderr  # the control: the other rank does not wait for the host of the store
+    assert killed == "-9 7", (
+        done.stderr
+    )  # the control: the other rank does not wait for the host of the store
 
 
 class Late:
@@ -64,7 +75,9 @@ def test_a_rank_that_does_not_come_to_the_end_of_a_save_is_named(tmp_path):
     Prepared.write = slow
     try:
         manager.save(1, {"step": 1})
-        with pytest.raises(CheckpointError, match=r"ranks \[(0, )?1\] are still writing"):
+        with pytest.raises(
+            CheckpointError, match=r"ranks \[(0, )?1\] are still writing"
+        ):
             manager.wait()
     finally:
         Prepared.write = usual

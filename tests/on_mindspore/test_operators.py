@@ -12,7 +12,11 @@ from thorough import THOROUGH
 from hyper_parallel.testing import check_rule
 
 RNG = np.random.default_rng(0)
-X, Y, Z = RNG.standard_normal((5, 6)), RNG.standard_normal((5, 6)), RNG.standard_normal((3, 5, 6))
+X, Y, Z = (
+    RNG.standard_normal((5, 6)),
+    RNG.standard_normal((5, 6)),
+    RNG.standard_normal((3, 5, 6)),
+)
 W, POSITIVE, MASK = RNG.standard_normal((7, 6)), np.abs(X) + 0.3, X > 0
 PLACES = RNG.integers(0, 6, (5, 2))
 ROWS = RNG.integers(0, 5, (4, 3)).astype(np.int32)
@@ -89,7 +93,12 @@ CASES = {
     "ops.gather of rows": (lambda x, rows: ops.gather(x, rows, 0), X, ROWS),
     "triu": (mint.triu, X),
     "tril": (ops.tril, X),
-    "layer_norm": (lambda x, g, b: ops.LayerNorm(1, 1, 1e-5)(x, g, b)[0], X, W[0].copy(), W[1].copy()),
+    "layer_norm": (
+        lambda x, g, b: ops.LayerNorm(1, 1, 1e-5)(x, g, b)[0],
+        X,
+        W[0].copy(),
+        W[1].copy(),
+    ),
 }
 
 
@@ -97,4 +106,7 @@ CASES = {
 def test_every_choice_gives_the_plain_results_and_gradients(name):
     call, *operands = CASES[name]
     # The rule is the same on every mesh: here it is the local calls that are tried.
-    assert check_rule(call, *operands, **({} if THOROUGH else {"meshes": [(2,), (4,)]})) > 1
+    assert (
+        check_rule(call, *operands, **({} if THOROUGH else {"meshes": [(2,), (4,)]}))
+        > 1
+    )

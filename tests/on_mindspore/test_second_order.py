@@ -56,8 +56,16 @@ def pending_sum(x):
 
 
 CALLS = {
-    "contraction": (contraction, [(4, 8), (5, 8)], [(R, S1), (S1, S1), (S0, R), (R, S0)]),
-    "contraction with empty shards": (contraction, [(1, 3), (1, 3)], [(R, S0), (S0, R), (R, S1)]),
+    "contraction": (
+        contraction,
+        [(4, 8), (5, 8)],
+        [(R, S1), (S1, S1), (S0, R), (R, S0)],
+    ),
+    "contraction with empty shards": (
+        contraction,
+        [(1, 3), (1, 3)],
+        [(R, S0), (S0, R), (R, S1)],
+    ),
     "function of a sum": (function_of_a_sum, [(5,)], [(S0,)]),
     "redistribution": (redistribution, [(4, 3)], [(S0,), (S1,), (R,)]),
     "pending sum": (pending_sum, [(4, 3)], [(S0,), (S1,), (R,)]),
@@ -68,7 +76,9 @@ def as_distributed(gradient, like):
     """A gradient, which MindSpore hands out as this rank's plain tensor, as it lies."""
     if not isinstance(like, DTensor):
         return gradient
-    return DTensor.from_local(gradient, like.device_mesh, like.placements, shape=tuple(like.shape))
+    return DTensor.from_local(
+        gradient, like.device_mesh, like.placements, shape=tuple(like.shape)
+    )
 
 
 def whole(value):
@@ -111,13 +121,24 @@ def test_gradients_of_gradients_are_refused_on_all_ranks(way, name):
     mesh = mesh_of_two()
     arrays = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     wanted = tuple(range(len(arrays)))
-    expected = several(mindspore.grad(call, wanted)(*(tensor(array) for array in arrays)))
+    expected = several(
+        mindspore.grad(call, wanted)(*(tensor(array) for array in arrays))
+    )
     for layout in layouts:
-        leaves = [distribute_tensor(tensor(a), mesh, [p]) for a, p in zip(arrays, layout, strict=True)]
-        with pytest.raises(NotImplementedError, match="gradients of gradients of distributed tensors.*HP142"):
+        leaves = [
+            distribute_tensor(tensor(a), mesh, [p])
+            for a, p in zip(arrays, layout, strict=True)
+        ]
+        with pytest.raises(
+            NotImplementedError,
+            match="gradients of gradients of distributed tensors.*HP142",
+        ):
             way(call, leaves)
         # The first gradient is right, also after that.
-        leaves = [distribute_tensor(tensor(a), mesh, [p]) for a, p in zip(arrays, layout, strict=True)]
+        leaves = [
+            distribute_tensor(tensor(a), mesh, [p])
+            for a, p in zip(arrays, layout, strict=True)
+        ]
         found = platform.gradients(lambda *given: whole(call(*given)), leaves)
         for gradient, true, leaf in zip(found, expected, leaves, strict=True):
             equal(whole(as_distributed(gradient, leaf)), true, ACCURACY)
@@ -169,7 +190,11 @@ def test_a_gradient_penalty_under_a_plan_is_refused():
     x = tensor(draw(4, 6, seed=9), "float32")
     gradient_penalty(Net(), x)
     local = {"use_local_output": False}
-    plan = {"up": ColwiseParallel(**local), "down": RowwiseParallel(**local), "": Replicated()}
+    plan = {
+        "up": ColwiseParallel(**local),
+        "down": RowwiseParallel(**local),
+        "": Replicated(),
+    }
     model = parallelize_module(Net(), mesh_of_two(), plan)
     with pytest.raises(NotImplementedError, match="HP142"):
         gradient_penalty(model, x)
@@ -183,7 +208,9 @@ USES = {
     "subtract": lambda a, x: (x - a) ** 3,
     "multiply": lambda a, x: mint.sin(x * a),
     "cat": lambda a, x: mint.cat([a, x]) ** 2,
-    "a view between": lambda a, x: mint.reshape(mint.reshape(a, (2, 1)) + mint.reshape(x, (2, 1)), (-1,)) ** 2,
+    "a view between": lambda a, x: (
+        mint.reshape(mint.reshape(a, (2, 1)) + mint.reshape(x, (2, 1)), (-1,)) ** 2
+    ),
 }
 
 
@@ -201,12 +228,26 @@ def test_a_copy_beside_a_pending_reduction_gets_its_whole_gradient(op):
             pending = DTensor.from_local(part, mesh, [Partial(op)])
             return whole(mint.sum(use(pending, beside)))
 
-        expected = mindspore.grad(plain, (0, 1, 2))(tensor(PARTS[0]), tensor(PARTS[1]), tensor(beside))
+        expected = mindspore.grad(plain, (0, 1, 2))(
+            tensor(PARTS[0]), tensor(PARTS[1]), tensor(beside)
+        )
         copy = distribute_tensor(tensor(beside), mesh, [R])
-        part, whole_gradient = mindspore.grad(on_mesh, (0, 1))(tensor(PARTS[mesh.rank]), copy)
+        part, whole_gradient = mindspore.grad(on_mesh, (0, 1))(
+            tensor(PARTS[mesh.rank]), copy
+        )
         for mine, true in ((whole_gradient, expected[2]), (part, expected[mesh.rank])):
-            np.testing.assert_allclose(mine.asnumpy(), true.asnumpy(), rtol=ACCURACY, atol=ACCURACY, err_msg=name)
+            np.testing.assert_allclose(
+                mine.asnumpy(),
+                true.asnumpy(),
+                rtol=ACCURACY,
+                atol=ACCURACY,
+                err_msg=name,
+            )
         # The same where nothing but the copy has a gradient.
         pending = DTensor.from_local(tensor(PARTS[mesh.rank]), mesh, [Partial(op)])
-        alone = mindspore.grad(lambda x, p=pending, use=use: whole(mint.sum(use(p, x))))(copy)
-        np.testing.assert_allclose(alone.asnumpy(), expected[2].asnumpy(), rtol=ACCURACY, err_msg=name)
+        alone = mindspore.grad(
+            lambda x, p=pending, use=use: whole(mint.sum(use(p, x)))
+        )(copy)
+        np.testing.assert_allclose(
+            alone.asnumpy(), expected[2].asnumpy(), rtol=ACCURACY, err_msg=name
+        )

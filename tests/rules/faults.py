@@ -11,7 +11,9 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
 from hyper_parallel.core.shard.rule import Rule
 
 ALIKE = {"a": 4, "b": 4, "c": 4}  # no shape gives the fault away
-FAULT_MESHES = MESHES if IS_TORCH else ((2,), (4,))  # a shard of one row or of one group hides some faults
+FAULT_MESHES = (
+    MESHES if IS_TORCH else ((2,), (4,))
+)  # a shard of one row or of one group hides some faults
 
 
 def is_found(case, operator, fault, *also):
@@ -33,7 +35,9 @@ def is_found(case, operator, fault, *also):
 
 def takes(text, *names, **settings):
     """A rule for operands that are not the first parameters."""
-    return lambda **arguments: Ruled(Rule(text, **settings), operands=[arguments[name] for name in names])
+    return lambda **arguments: Ruled(
+        Rule(text, **settings), operands=[arguments[name] for name in names]
+    )
 
 
 def itself(here, **arguments):
@@ -79,6 +83,8 @@ def rewritten(name, old, new):
     def broken(**arguments):
         ruled = rule(**arguments)
         assert old in ruled.rule.text
-        return replace(ruled, rule=replace(ruled.rule, text=ruled.rule.text.replace(old, new)))
+        return replace(
+            ruled, rule=replace(ruled.rule, text=ruled.rule.text.replace(old, new))
+        )
 
     return {"rule": broken}

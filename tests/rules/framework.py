@@ -34,12 +34,21 @@ if IS_TORCH:
     import torch
     import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-    torch.set_num_threads(1)  # tensors so small are not worth more, and convolutions wait for cores that others use
+    torch.set_num_threads(
+        1
+    )  # tensors so small are not worth more, and convolutions wait for cores that others use
 
     def function_called(name):
         """The function of PyTorch that arrives at a distributed tensor under that name."""
-        found = [getattr(room, name, None) for room in (F, torch, torch.special, torch.Tensor)]
-        return next(one for one in found if callable(one) and get_platform().called(one).name == name)
+        found = [
+            getattr(room, name, None)
+            for room in (F, torch, torch.special, torch.Tensor)
+        ]
+        return next(
+            one
+            for one in found
+            if callable(one) and get_platform().called(one).name == name
+        )
 
     def has_operator(name):
         """Whether this version of PyTorch has the operator; of a removed one a function that raises may be left."""
@@ -68,11 +77,17 @@ if IS_TORCH:
         """Random weights for the sum that is differentiated; None where nothing is."""
         if not result.requires_grad:
             return None
-        return torch.tensor(rng.standard_normal(result.shape)) * (2 - 1j if result.is_complex() else 1)
+        return torch.tensor(rng.standard_normal(result.shape)) * (
+            2 - 1j if result.is_complex() else 1
+        )
 
     def weighted(found, weights):
         """The sum of the results by their weights."""
-        return sum((y * weight).sum().real for y, weight in zip(found, weights, strict=True) if weight is not None)
+        return sum(
+            (y * weight).sum().real
+            for y, weight in zip(found, weights, strict=True)
+            if weight is not None
+        )
 
     def same(mine, true, told, equal_nan=True):
         """Asserts that two plain tensors are."""
@@ -148,7 +163,11 @@ else:
 
     def gradients(function, leaves):
         """Those of a function's result, by the leaves; None where there is none."""
-        wanted = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point() or leaf.is_complex()]
+        wanted = [
+            i
+            for i, leaf in enumerate(leaves)
+            if leaf.is_floating_point() or leaf.is_complex()
+        ]
         is_constant = False
 
         def total(*given):
@@ -163,7 +182,11 @@ else:
         if not wanted:
             function(*leaves)
             return made
-        for i, gradient in zip(wanted, get_platform().gradients(total, [leaves[i] for i in wanted]), strict=True):
+        for i, gradient in zip(
+            wanted,
+            get_platform().gradients(total, [leaves[i] for i in wanted]),
+            strict=True,
+        ):
             made[i] = None if is_constant else like_its_leaf(gradient, leaves[i])
         return made
 
@@ -182,16 +205,30 @@ else:
 
     def weighted(found, weights):
         """The sum of the results by their weights; MindSpore has no gradient of a complex product."""
-        pairs = [(y, weight) for y, weight in zip(found, weights, strict=True) if weight is not None]
+        pairs = [
+            (y, weight)
+            for y, weight in zip(found, weights, strict=True)
+            if weight is not None
+        ]
         return sum(
-            ((2 * mint.real(y) + mint.imag(y)).astype(w.dtype) * w if y.is_complex() else y * w).sum() for y, w in pairs
+            (
+                (2 * mint.real(y) + mint.imag(y)).astype(w.dtype) * w
+                if y.is_complex()
+                else y * w
+            ).sum()
+            for y, w in pairs
         )
 
     def same(mine, true, told, equal_nan=True):
         """Asserts that two plain tensors are."""
         assert mine.dtype == true.dtype, told
         accuracy = 1e-5 if mine.dtype == mindspore.float64 else 1e-4
-        how = {"rtol": accuracy, "atol": accuracy, "equal_nan": equal_nan, "err_msg": told}
+        how = {
+            "rtol": accuracy,
+            "atol": accuracy,
+            "equal_nan": equal_nan,
+            "err_msg": told,
+        }
         np.testing.assert_allclose(mine.asnumpy(), true.asnumpy(), **how)
 
     F = _Room("torch.nn.functional")

@@ -11,7 +11,11 @@ from hyper_parallel.testing import check_rule
 IS_TORCH = get_platform().platform_type is PlatformType.PYTORCH
 # The rules are the same for every framework; elsewhere it is the local functions that are tried, on empty shards too.
 MESHES = ((2,), (4,), (2, 2)) if IS_TORCH else ((4,),)
-SIZES = {"even": {"a": 4, "b": 8, "c": 12}, "uneven": {"a": 5, "b": 6, "c": 7}, "empty": {"a": 3, "b": 2, "c": 1}}
+SIZES = {
+    "even": {"a": 4, "b": 8, "c": 12},
+    "uneven": {"a": 5, "b": 6, "c": 7},
+    "empty": {"a": 3, "b": 2, "c": 1},
+}
 
 
 @dataclass
@@ -40,14 +44,22 @@ def draw(case, sizes, rng):
     """The operands as arrays; a list for a list."""
 
     def one(number, text):
-        shape = [] if text == "." else [sizes.get(letter) or int(letter) for letter in text]
+        shape = (
+            [] if text == "." else [sizes.get(letter) or int(letter) for letter in text]
+        )
         if number in case.ints or number in case.bools:
             bound = case.ints.get(number, 2)
             drawn = rng.integers(0, sizes.get(bound, bound), shape)
             return drawn.astype(bool) if number in case.bools else drawn
         drawn = rng.uniform(0.3, 2.0, shape)
-        drawn = drawn if number in case.positive else drawn * rng.choice([-1.0, 1.0], shape)
-        return drawn + 1j * rng.standard_normal(shape) if number in case.complexes else drawn
+        drawn = (
+            drawn if number in case.positive else drawn * rng.choice([-1.0, 1.0], shape)
+        )
+        return (
+            drawn + 1j * rng.standard_normal(shape)
+            if number in case.complexes
+            else drawn
+        )
 
     return [
         [one(i, t) for t in text[1:-1].split(",")] if text[0] == "[" else one(i, text)
@@ -61,9 +73,16 @@ def in_precision(operands, dtype):
     def cast(array):
         if not np.issubdtype(array.dtype, np.inexact):
             return array
-        return array.astype({"float64": np.complex128, "float32": np.complex64}[dtype] if array.imag.any() else dtype)
+        return array.astype(
+            {"float64": np.complex128, "float32": np.complex64}[dtype]
+            if array.imag.any()
+            else dtype
+        )
 
-    return [[cast(x) for x in one] if isinstance(one, list) else cast(one) for one in operands]
+    return [
+        [cast(x) for x in one] if isinstance(one, list) else cast(one)
+        for one in operands
+    ]
 
 
 def leaf(array):
@@ -75,12 +94,19 @@ def leaf(array):
 
 
 def flat(items):
-    return [x for item in items for x in (item if isinstance(item, (tuple, list)) else [item])]
+    return [
+        x
+        for item in items
+        for x in (item if isinstance(item, (tuple, list)) else [item])
+    ]
 
 
 def like(structure, leaves):
     leaves = iter(leaves)
-    return [[next(leaves) for _ in s] if isinstance(s, list) else next(leaves) for s in structure]
+    return [
+        [next(leaves) for _ in s] if isinstance(s, list) else next(leaves)
+        for s in structure
+    ]
 
 
 def check(case, sizes, dtype="float64", meshes=MESHES, gradients=True):
@@ -88,4 +114,11 @@ def check(case, sizes, dtype="float64", meshes=MESHES, gradients=True):
     operands = in_precision(draw(case, sizes, np.random.default_rng(0)), dtype)
     tolerance = None if dtype == "float64" else 1e-4
     second = [(2,)] if IS_TORCH else []
-    return check_rule(case.call, *operands, meshes=meshes, tolerance=tolerance, gradients=gradients, second=second)
+    return check_rule(
+        case.call,
+        *operands,
+        meshes=meshes,
+        tolerance=tolerance,
+        gradients=gradients,
+        second=second,
+    )

@@ -15,7 +15,13 @@ from pathlib import Path
 import numpy as np
 from rules.cases import CASES, COMPOSITES
 from rules.cases.names import BY_NAME
-from rules.framework import IS_TORCH, AbsentOperatorError, gradients, weight_of, weighted
+from rules.framework import (
+    IS_TORCH,
+    AbsentOperatorError,
+    gradients,
+    weight_of,
+    weighted,
+)
 from rules.operators import SIZES, draw, flat, in_precision, leaf, like
 
 from hyper_parallel import DTensor, Replicate
@@ -25,7 +31,10 @@ from hyper_parallel.platform import get_platform
 
 EVERY = [*CASES, *COMPOSITES, *(case for cases in BY_NAME.values() for case in cases)]
 PAGE = Path(__file__).resolve().parents[2] / "docs/mindspore-operators.md"
-RULE, SEVERAL = "rule", "several"  # runs: as one operator whose rule is checked by every choice, or otherwise
+RULE, SEVERAL = (
+    "rule",
+    "several",
+)  # runs: as one operator whose rule is checked by every choice, or otherwise
 KERNEL, ABSENT, ARGUMENTS = "no CPU kernel", "no operator", "other arguments"
 DEADLY = "ends the process"
 UNHELD = "does not hold"  # runs, but what the tests compare is not the same
@@ -76,22 +85,41 @@ def outcome(case, sizes_to_try=None, before=lambda sizes: None):
     ``before`` is told what is called next, in case that nothing comes after it.
     """
     trouble = None
-    for with_gradients, dtype in itertools.product((True, False), ("float64", "float32")):
+    for with_gradients, dtype in itertools.product(
+        (True, False), ("float64", "float32")
+    ):
         taken = []
         for sizes in sizes_of(case) if sizes_to_try is None else sizes_to_try:
             before(sizes)
             try:
-                arrays = in_precision(draw(case, SIZES[sizes], np.random.default_rng(0)), dtype)
-                once, again = _call(case, arrays, with_gradients), _call(case, arrays, with_gradients)
+                arrays = in_precision(
+                    draw(case, SIZES[sizes], np.random.default_rng(0)), dtype
+                )
+                once, again = (
+                    _call(case, arrays, with_gradients),
+                    _call(case, arrays, with_gradients),
+                )
                 if case.sizes and not all(map(_is_equal, once, again)):
                     raise UnsetGradientError("the gradient differs from call to call")
                 taken.append(sizes)
             except Exception as error:
                 trouble = trouble or error
         if taken:
-            arrays = in_precision(draw(case, SIZES[taken[0]], np.random.default_rng(0)), dtype)
-            kind = RULE if case not in COMPOSITES and _is_one_operator(case, arrays) else SEVERAL
-            return Outcome(kind, tuple(taken), dtype, "" if with_gradients else _why(trouble).why, with_gradients)
+            arrays = in_precision(
+                draw(case, SIZES[taken[0]], np.random.default_rng(0)), dtype
+            )
+            kind = (
+                RULE
+                if case not in COMPOSITES and _is_one_operator(case, arrays)
+                else SEVERAL
+            )
+            return Outcome(
+                kind,
+                tuple(taken),
+                dtype,
+                "" if with_gradients else _why(trouble).why,
+                with_gradients,
+            )
     return _why(trouble) if trouble is not None else Outcome(DEADLY)
 
 
@@ -113,7 +141,11 @@ def _call(case, arrays, with_gradients):
 def _is_equal(one, other):
     if one is None or other is None:
         return one is other
-    return np.array_equal(get_platform().tensor_to_numpy(one), get_platform().tensor_to_numpy(other), equal_nan=True)
+    return np.array_equal(
+        get_platform().tensor_to_numpy(one),
+        get_platform().tensor_to_numpy(other),
+        equal_nan=True,
+    )
 
 
 def _is_one_operator(case, arrays):
@@ -121,7 +153,10 @@ def _is_one_operator(case, arrays):
     _OP_DISPATCHER.forget()
     _OP_DISPATCHER.on_plan = lambda name, way: seen.append(way)
     layout = Layout((2,), ("x",))([Replicate()])
-    tensors = [DTensor(leaf(array), layout.bind(array.ndim), array.shape) for array in flat(arrays)]
+    tensors = [
+        DTensor(leaf(array), layout.bind(array.ndim), array.shape)
+        for array in flat(arrays)
+    ]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -130,20 +165,33 @@ def _is_one_operator(case, arrays):
         return False
     finally:
         _OP_DISPATCHER.on_plan = None
-    return len(seen) == 1 and seen[0] not in ("by itself", "by other operators", "on whole tensors")
+    return len(seen) == 1 and seen[0] not in (
+        "by itself",
+        "by other operators",
+        "on whole tensors",
+    )
 
 
 def _why(error):
     told = str(error)
-    first = re.sub(r"-op\d+", "", " ".join(told.split("\n\n---", maxsplit=1)[0].split()))[:90].rstrip()
+    first = re.sub(
+        r"-op\d+", "", " ".join(told.split("\n\n---", maxsplit=1)[0].split())
+    )[:90].rstrip()
     if isinstance(error, AbsentOperatorError):
         return Outcome(ABSENT, why=told)
     if found := _ABSENT.search(told):
         return Outcome(
-            ABSENT, why=f"torch.Tensor.{found[1]}" if found[1] else f"x {found[2]} y" if found[2] else found[3]
+            ABSENT,
+            why=f"torch.Tensor.{found[1]}"
+            if found[1]
+            else f"x {found[2]} y"
+            if found[2]
+            else found[3],
         )
     if found := _WITHOUT_KERNEL.search(told):
-        return Outcome(KERNEL, why=next((name for name in found.groups() if name), first))
+        return Outcome(
+            KERNEL, why=next((name for name in found.groups() if name), first)
+        )
     return Outcome(ARGUMENTS, why=first)
 
 
@@ -167,11 +215,16 @@ def listed():
     """The outcome of each case by its name, as the page has it."""
     found: dict[str, Outcome] = {}
     for line in PAGE.read_text().splitlines():
-        cells = [cell.strip().replace("\\|", "|").replace("&lt;", "<") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells = [
+            cell.strip().replace("\\|", "|").replace("&lt;", "<")
+            for cell in re.split(r"(?<!\\)\|", line)[1:-1]
+        ]
         if len(cells) == 3 and cells[1] in (RULE, SEVERAL):
             ran, alone, why = cells[2].partition(VALUES_ALONE)
             sizes, dtype = ran.rsplit(" in ", 1)
-            found[cells[0]] = Outcome(cells[1], tuple(sizes.split(", ")), dtype, why, not alone)
+            found[cells[0]] = Outcome(
+                cells[1], tuple(sizes.split(", ")), dtype, why, not alone
+            )
         elif len(cells) == 3 and cells[1] in LEFT_OUT:
             found[cells[0]] = Outcome(cells[1], why=cells[2])
     return found
@@ -185,7 +238,11 @@ def known(name):
 
 def that_run(cases, *kinds):
     """Those of the cases that this framework has, or that go in one of these ways."""
-    return [case for case in cases if (known(case.name).kind in kinds if kinds else known(case.name).runs)]
+    return [
+        case
+        for case in cases
+        if (known(case.name).kind in kinds if kinds else known(case.name).runs)
+    ]
 
 
 def taken(case):
@@ -201,9 +258,16 @@ def drawn(case, sizes, rng):
 def drawn_within(case, rng):
     """The operands of a pointwise operator: between 0.1 and 0.9, where all of them are defined, or small integers."""
     made = in_precision(draw(case, SIZES["uneven"], rng), known(case.name).dtype)
-    return [x + 1 if case.ints else (0.1 + 0.8 * (x - 0.3) / 1.7).astype(x.dtype) for x in made]
+    return [
+        x + 1 if case.ints else (0.1 + 0.8 * (x - 0.3) / 1.7).astype(x.dtype)
+        for x in made
+    ]
 
 
 def found_here(broken):
     """The rows of a table of controls whose case, with which they begin, is one operator here, for doubles."""
-    return [line for line in broken if known(line[0]).kind == RULE and known(line[0]).dtype == "float64"]
+    return [
+        line
+        for line in broken
+        if known(line[0]).kind == RULE and known(line[0]).dtype == "float64"
+    ]

@@ -18,7 +18,11 @@ from hyper_parallel.core.shard.rule import Rule, einsum
 from hyper_parallel.testing import run_ranks
 
 FAMILIES = (differences, linear_algebra, ordering)
-CASES = {case.name: case for family in FAMILIES for case in [*family.CASES, *family.COMPOSITES]}
+CASES = {
+    case.name: case
+    for family in FAMILIES
+    for case in [*family.CASES, *family.COMPOSITES]
+}
 
 BROKEN = [  # the case, the operator, what is broken in it, why that is wrong
     ("sort", "sort", unmarked("sort"), "the whole mark is lost"),
@@ -26,21 +30,65 @@ BROKEN = [  # the case, the operator, what is broken in it, why that is wrong
     ("sort", "sort", linear("sort", (0,)), "not linear"),
     ("solve", "linalg_solve", linear("linalg_solve", (0,)), "not linear in the matrix"),
     ("solve", "linalg_solve", linear("linalg_solve", (0, 1)), "not linear in both"),
-    ("solve for vectors", "linalg_solve", {"rule": Rule("... r! c!, ... r! -> ... r!", linear=((0,),))}, "not linear"),
-    ("cross", "linalg_cross", linear("linalg_cross", (0, 1)), "linear in each, not in both"),
-    ("kron", "kron", {"rule": einsum("a b, c d -> (c a) (d b)")}, "the inner one for the outer"),
+    (
+        "solve for vectors",
+        "linalg_solve",
+        {"rule": Rule("... r! c!, ... r! -> ... r!", linear=((0,),))},
+        "not linear",
+    ),
+    (
+        "cross",
+        "linalg_cross",
+        linear("linalg_cross", (0, 1)),
+        "linear in each, not in both",
+    ),
+    (
+        "kron",
+        "kron",
+        {"rule": einsum("a b, c d -> (c a) (d b)")},
+        "the inner one for the outer",
+    ),
     ("trace", "trace", {"local": itself}, "the diagonal is not shifted"),
-    ("vecdot", "linalg_vecdot", {"rule": Rule("... {dim}, ... {dim} -> ...", "avg")}, "products are summed"),
-    ("cdist", "cdist", {"rule": Rule("... r d, ... s d -> ... r s")}, "a sum of distances"),
-    ("trapezoid", "trapezoid", {"rule": Rule("... {dim} -> ...")}, "what lies between two shards is lost"),
-    ("trapezoid of places", "trapezoid", linear("trapezoid", (0, 1)), "linear in each, not in both"),
+    (
+        "vecdot",
+        "linalg_vecdot",
+        {"rule": Rule("... {dim}, ... {dim} -> ...", "avg")},
+        "products are summed",
+    ),
+    (
+        "cdist",
+        "cdist",
+        {"rule": Rule("... r d, ... s d -> ... r s")},
+        "a sum of distances",
+    ),
+    (
+        "trapezoid",
+        "trapezoid",
+        {"rule": Rule("... {dim} -> ...")},
+        "what lies between two shards is lost",
+    ),
+    (
+        "trapezoid of places",
+        "trapezoid",
+        linear("trapezoid", (0, 1)),
+        "linear in each, not in both",
+    ),
     ("renorm", "renorm", unmarked("renorm", "d0!"), "a norm of a shard"),
-    ("diagonal_scatter", "diagonal_scatter", linear("diagonal_scatter", (0,)), "the source is written, not added"),
+    (
+        "diagonal_scatter",
+        "diagonal_scatter",
+        linear("diagonal_scatter", (0,)),
+        "the source is written, not added",
+    ),
 ]
 HERE = found_here(BROKEN)
 
 
-@pytest.mark.parametrize(("name", "operator", "broken", "why"), HERE, ids=[f"{row[0]}: {row[3]}" for row in HERE])
+@pytest.mark.parametrize(
+    ("name", "operator", "broken", "why"),
+    HERE,
+    ids=[f"{row[0]}: {row[3]}" for row in HERE],
+)
 def test_a_broken_rule_is_found(name, operator, broken, why):
     is_found(CASES[name], operator, broken)
 
@@ -61,7 +109,13 @@ def no_sum(input, *dims):
 
 
 STAGES = [  # the case, the module, what takes the place of its function, why that is wrong
-    ("topk of even pieces", order, "best_of", best_of, "places among what was gathered"),
+    (
+        "topk of even pieces",
+        order,
+        "best_of",
+        best_of,
+        "places among what was gathered",
+    ),
     ("histc", order, "_bounds", own_bounds, "bins of a shard"),
     ("cov", matrices, "_sum", no_sum, "there is no mean"),
 ]

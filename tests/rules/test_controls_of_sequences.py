@@ -23,15 +23,44 @@ BROKEN = [  # tried by test_controls: the case, the operator, what is broken in 
     (
         "index_copy",
         "index_copy",
-        {"rule": takes("v! r, j!, j! r -> v! r", "input", "index", "source", linear=((2,),))},
+        {
+            "rule": takes(
+                "v! r, j!, j! r -> v! r", "input", "index", "source", linear=((2,),)
+            )
+        },
         "linear in the source alone",
     ),
-    ("gru_cell", "gru_cell", {"rule": takes("b i, b h!, g! i, g! h! -> b h!", *CELL)}, "a sum of states"),
-    ("ctc_loss, mean", "ctc_loss", {"local": itself}, "a local mean for a share of the global one"),
-    ("ctc_loss, sum", "ctc_loss", {"rule": takes("t! b c!, b s!, b, b ->", *CTC, reduce="avg")}, "a wrong reduction"),
+    (
+        "gru_cell",
+        "gru_cell",
+        {"rule": takes("b i, b h!, g! i, g! h! -> b h!", *CELL)},
+        "a sum of states",
+    ),
+    (
+        "ctc_loss, mean",
+        "ctc_loss",
+        {"local": itself},
+        "a local mean for a share of the global one",
+    ),
+    (
+        "ctc_loss, sum",
+        "ctc_loss",
+        {"rule": takes("t! b c!, b s!, b, b ->", *CTC, reduce="avg")},
+        "a wrong reduction",
+    ),
     ("embedding_bag", "embedding_bag", {"local": itself}, "the rows of others"),
-    ("embedding_bag, max", "embedding_bag", {"rule": takes("b n!, v@ d, k!, b n! -> b d", *BAG)}, "a sum of maxima"),
-    ("embedding_bag", "embedding_bag", {"rule": takes("b n, v! d, k!, b n -> b d", *BAG)}, "a sum of means"),
+    (
+        "embedding_bag, max",
+        "embedding_bag",
+        {"rule": takes("b n!, v@ d, k!, b n! -> b d", *BAG)},
+        "a sum of maxima",
+    ),
+    (
+        "embedding_bag",
+        "embedding_bag",
+        {"rule": takes("b n, v! d, k!, b n -> b d", *BAG)},
+        "a sum of means",
+    ),
 ]
 
 # --- between real ranks: what has no rule of its own
@@ -50,7 +79,10 @@ NAMES = ["index_add to rows", "scatter_reduce, amax", "index_put, added", "index
 
 def on_rank(name):
     """Whether the check finds the fault, which is the same on every rank."""
-    with unruled_is_an_error(), mock.patch.object(scatters, "_with_spare", all_are_mine):
+    with (
+        unruled_is_an_error(),
+        mock.patch.object(scatters, "_with_spare", all_are_mine),
+    ):
         try:
             compare_cut(ALL[name], "uneven", 0, [R])
         except AssertionError:

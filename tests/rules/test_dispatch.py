@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from layouts import split_for
 from rules.cases import CASES, COMPOSITES
-from rules.framework import IS_TORCH, gradients, same, unruled_is_an_error, weight_of, weighted
+from rules.framework import (
+    IS_TORCH,
+    gradients,
+    same,
+    unruled_is_an_error,
+    weight_of,
+    weighted,
+)
 from rules.operators import flat, leaf, like
 from rules.outcomes import drawn, known, taken, that_run
 from thorough import THOROUGH
@@ -17,9 +24,13 @@ from hyper_parallel.core.dtensor.layout import Layout, placements_of
 from hyper_parallel.testing import run_ranks
 
 MESHES = [(4,), (2, 2)]
-SEEDS = (0, 1) if THOROUGH else (0,)  # layouts for each case and sizes, on one mesh after the other
+SEEDS = (
+    (0, 1) if THOROUGH else (0,)
+)  # layouts for each case and sizes, on one mesh after the other
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
-GROUP = 12 if IS_TORCH else 24  # cases for each job: starting the ranks' world costs more than a case
+GROUP = (
+    12 if IS_TORCH else 24
+)  # cases for each job: starting the ranks' world costs more than a case
 
 
 def some_layout(base, ndim, rng, floating):
@@ -41,7 +52,9 @@ def compare(case, sizes, base, seed):
     place = base.mesh.get_coordinate()
     tensors = []
     for array in flat(arrays):
-        layout = some_layout(base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact))
+        layout = some_layout(
+            base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact)
+        )
         shard = leaf(split_for(place, array, layout, rng))
         tensors.append(DTensor(shard, layout, array.shape))
     told = f"{case.name} ({sizes}, seed {seed}): {[str(t.layout) for t in tensors]}"
@@ -86,7 +99,11 @@ def on_rank(names):
             case = ALL[name]
             for sizes in taken(case):
                 # Elsewhere it is the local functions that are tried, on empty shards too.
-                shape = MESHES[(number + count + seed) % len(MESHES)] if IS_TORCH else MESHES[0]
+                shape = (
+                    MESHES[(number + count + seed) % len(MESHES)]
+                    if IS_TORCH
+                    else MESHES[0]
+                )
                 compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
                 count += 1
     return count
@@ -95,7 +112,11 @@ def on_rank(names):
 NAMES = [case.name for case in that_run(ALL.values())]
 
 
-@pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
+@pytest.mark.parametrize(
+    "names",
+    [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)],
+    ids=lambda n: n[0],
+)
 def test_any_layouts_of_the_operands(names):
     counts = run_ranks(on_rank, 4, names, timeout=300)
     assert counts == [sum(len(taken(ALL[name])) * len(SEEDS) for name in names)] * 4

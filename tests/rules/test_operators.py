@@ -36,9 +36,15 @@ def sizes_of(case):
     if not case.sizes:
         return []
     if not IS_TORCH:  # where uneven ones leave some rank nothing as well
-        return taken(case) if THOROUGH else sorted(taken(case), key=["uneven", "empty", "even"].index)[:1]
+        return (
+            taken(case)
+            if THOROUGH
+            else sorted(taken(case), key=["uneven", "empty", "even"].index)[:1]
+        )
     named = [sizes for sizes in case.sizes if sizes != "even"] or ["even"]
-    return named if "empty" in named or not is_taken(case, "empty") else [*named, "empty"]
+    return (
+        named if "empty" in named or not is_taken(case, "empty") else [*named, "empty"]
+    )
 
 
 RULED = that_run(CASES, RULE)
@@ -46,7 +52,8 @@ CHECKED = [(case, sizes) for case in RULED for sizes in sizes_of(case)]
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes"), [pytest.param(case, sizes, id=f"{case.name}-{sizes}") for case, sizes in CHECKED]
+    ("case", "sizes"),
+    [pytest.param(case, sizes, id=f"{case.name}-{sizes}") for case, sizes in CHECKED],
 )
 def test_every_choice_gives_the_plain_results_and_gradients(case, sizes):
     how = known(case.name)
@@ -58,7 +65,9 @@ def test_no_choice_is_missing(case):
     sizes = "even" if IS_TORCH else known(case.name).sizes[0]
     choices = choices_of(case.call, *drawn(case, sizes, np.random.default_rng(0)))
     if case.shards is not None:
-        assert {choice.factor for choice in choices if choice.kind == "shard"} == set(case.shards.split())
+        assert {choice.factor for choice in choices if choice.kind == "shard"} == set(
+            case.shards.split()
+        )
     if case.carries is not None:
         assert [choice.kind for choice in choices].count("carry") == case.carries
     assert len(set(choices)) == len(choices)

@@ -9,12 +9,16 @@ from rules.outcomes import ABSENT, ARGUMENTS, EVERY, KERNEL, known, listed, outc
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import run_ranks
 
-LEFT_OUT = [case for case in EVERY if known(case.name).kind in (KERNEL, ABSENT, ARGUMENTS)]
+LEFT_OUT = [
+    case for case in EVERY if known(case.name).kind in (KERNEL, ABSENT, ARGUMENTS)
+]
 
 
 def rows_on_a_rank():
     """How half of what is left out goes: none of it gets as far as to ask the other rank."""
-    return [row(case, outcome(case)) for case in LEFT_OUT[get_platform().get_rank() :: 2]]
+    return [
+        row(case, outcome(case)) for case in LEFT_OUT[get_platform().get_rank() :: 2]
+    ]
 
 
 def test_the_page_has_every_case_and_leaves_out_what_does_not_go():
@@ -26,4 +30,6 @@ def test_the_page_has_every_case_and_leaves_out_what_does_not_go():
         for now, case in zip(found[rank], LEFT_OUT[rank::2], strict=True)
         if now != row(case, known(case.name))
     ]
-    assert not differ, "run HYPER_PARALLEL_PLATFORM=mindspore python -m tools.mindspore_operators"
+    assert not differ, (
+        "run HYPER_PARALLEL_PLATFORM=mindspore python -m tools.mindspore_operators"
+    )

@@ -39,8 +39,16 @@ def index(rng):
     shape = [rng.randint(0, 5) for _ in range(rng.randint(1, 3))]
     items = []
     for size in shape[: rng.randint(0, len(shape))]:
-        bounds = rng.choice([None, 0, 1, -1, -9]), rng.choice([None, 1, 3, -1, 9]), rng.choice([None, 1, 2, 3])
-        items.append(rng.randint(-size, size - 1) if size and rng.random() < 0.3 else slice(*bounds))
+        bounds = (
+            rng.choice([None, 0, 1, -1, -9]),
+            rng.choice([None, 1, 3, -1, 9]),
+            rng.choice([None, 1, 2, 3]),
+        )
+        items.append(
+            rng.randint(-size, size - 1)
+            if size and rng.random() < 0.3
+            else slice(*bounds)
+        )
         items += [None] * (rng.random() < 0.2)
     items += [...] * (rng.random() < 0.2)
     return shape, lambda x: x[tuple(items)], items
@@ -49,7 +57,9 @@ def index(rng):
 def is_taken(call, array):
     """Whether the framework itself has a gradient of the call; MindSpore has none of some parts of nothing."""
     try:
-        get_platform().gradients(lambda x: call(x).sum(), [get_platform().tensor(array)])
+        get_platform().gradients(
+            lambda x: call(x).sum(), [get_platform().tensor(array)]
+        )
     except RuntimeError:
         return False
     return True

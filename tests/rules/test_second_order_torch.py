@@ -49,7 +49,9 @@ def test_a_local_function_that_forgets_its_operands_is_found(replace_operator):
         "mul",
         "input, other",
         pointwise(2),
-        local=lambda here, **operands: ProductWithoutSecondOrder.apply(*operands.values()),
+        local=lambda here, **operands: ProductWithoutSecondOrder.apply(
+            *operands.values()
+        ),
     )
     operands = drawn(4, 3), drawn(4, 3)
     assert check_rule(torch.mul, *operands, meshes=ONE_AXIS) > 0
@@ -60,4 +62,6 @@ def test_a_local_function_that_forgets_its_operands_is_found(replace_operator):
 def test_a_rule_that_is_right_in_both_orders():
     operands = drawn(4, 6), drawn(6, 5)
     first = check_rule(torch.mm, *operands, meshes=ONE_AXIS)
-    assert check_rule(torch.mm, *operands, meshes=ONE_AXIS, second=ONE_AXIS) == first > 3
+    assert (
+        check_rule(torch.mm, *operands, meshes=ONE_AXIS, second=ONE_AXIS) == first > 3
+    )

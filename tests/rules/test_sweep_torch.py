@@ -35,22 +35,33 @@ def names_of_the_database():
 @functools.cache
 def names_here():
     """The operators of the installed version of torch."""
-    return run_ranks(names_of_the_database, 2, timeout=200)[0]  # the first import of the database takes long
+    return run_ranks(names_of_the_database, 2, timeout=200)[
+        0
+    ]  # the first import of the database takes long
 
 
 def sweep_without_mistakes(names):
     found = sweep("ours", names, most=1, placements=24 if THOROUGH else 4)
     for name, one in found.items():
-        assert not any(one.outcomes[bad] or one.second[bad] for bad in operators.BAD), (name, one.notes)
+        assert not any(one.outcomes[bad] or one.second[bad] for bad in operators.BAD), (
+            name,
+            one.notes,
+        )
     return found
 
 
-@pytest.mark.parametrize("names", [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)], ids=lambda n: n[0])
+@pytest.mark.parametrize(
+    "names",
+    [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)],
+    ids=lambda n: n[0],
+)
 def test_every_operator_of_torch_does_what_the_page_says(names):
     # The page is of one version of torch; another may have removed some of its operators.
     names = [name for name in names if name in names_here()]
     for name, found in sweep_without_mistakes(names).items():
-        assert set(found.outcomes) <= PAGE[name], f"{name}: {found.outcomes}; run make operators"
+        assert set(found.outcomes) <= PAGE[name], (
+            f"{name}: {found.outcomes}; run make operators"
+        )
 
 
 def test_the_page_has_every_operator_of_its_version():
@@ -58,7 +69,9 @@ def test_the_page_has_every_operator_of_its_version():
         assert names_here() == NAMES
     else:  # a newer version adds and removes a few: what it adds is swept here, and what it removed has to be gone
         sweep_without_mistakes([name for name in names_here() if name not in NAMES])
-        assert [name for name in NAMES if name not in names_here() and has_operator(name)] == []
+        assert [
+            name for name in NAMES if name not in names_here() and has_operator(name)
+        ] == []
     assert len(set(NAMES) & set(names_here())) > 500
 
 
@@ -81,14 +94,27 @@ def called_by_the_cases():
     for case in [*CASES, *COMPOSITES]:
         for seed in range(3 if THOROUGH else 1):
             rng = np.random.default_rng(seed)
-            arrays = draw(case, SIZES["uneven" if "uneven" in (case.sizes or ("uneven",)) else case.sizes[0]], rng)
+            arrays = draw(
+                case,
+                SIZES[
+                    "uneven"
+                    if "uneven" in (case.sizes or ("uneven",))
+                    else case.sizes[0]
+                ],
+                rng,
+            )
             tensors = []
             for array in flat(arrays):
-                layout = some_layout(base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact))
+                layout = some_layout(
+                    base, array.ndim, rng, np.issubdtype(array.dtype, np.inexact)
+                )
                 shard = leaf(split_for(base.mesh.get_coordinate(), array, layout, rng))
                 tensors.append(DTensor(shard, layout, array.shape))
             # Of what is not run elsewhere only the plan counts: a remainder of zero is an error.
-            with torch.no_grad(), nullcontext() if case.sizes else suppress(RuntimeError):
+            with (
+                torch.no_grad(),
+                nullcontext() if case.sizes else suppress(RuntimeError),
+            ):
                 case.call(*like(arrays, tensors))
     return seen
 
@@ -100,7 +126,9 @@ def test_every_rule_is_called_by_the_sweep_or_by_a_case():
     # Tests of their own: test_foreach.py, test_init.py; test_bad_input.py refuses, and other devices are not here.
     elsewhere = {"init", "set", "cuda", "npu", "xpu"}
     assert {
-        name for name in unseen - elsewhere if not name.startswith(("_amp_foreach_", "_foreach_", "_fused_"))
+        name
+        for name in unseen - elsewhere
+        if not name.startswith(("_amp_foreach_", "_foreach_", "_fused_"))
     } == set()
 
 
@@ -111,8 +139,13 @@ def test_the_page_tells_what_the_sweep_found():
     found.rules.append(("add", "..., ... -> ..."))
     for outcome, count in (("right", 2), ("refused", 1)):
         found.second[outcome] = count
-    text = operators.page({"add": found, "arange": Found(no_samples="no tensor arguments")}, {})
-    assert operators.outcomes_of(text) == {"add": {"sharded", "refused"}, "arange": set()}
+    text = operators.page(
+        {"add": found, "arange": Found(no_samples="no tensor arguments")}, {}
+    )
+    assert operators.outcomes_of(text) == {
+        "add": {"sharded", "refused"},
+        "arange": set(),
+    }
     assert "| `add` | `..., ... -> ...` | 3 |  | 1 | 2 |" in text
     assert "of 1 operators that have them" in text
     assert "| right | 2 |" in text

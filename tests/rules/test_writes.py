@@ -15,7 +15,11 @@ from hyper_parallel.testing import run_ranks
 
 R, S0 = Replicate(), Shard(0)
 FAMILIES = [scatters, sequences, indexing]
-CASES = {case.name: case for family in FAMILIES for case in [*family.CASES, *family.COMPOSITES]}
+CASES = {
+    case.name: case
+    for family in FAMILIES
+    for case in [*family.CASES, *family.COMPOSITES]
+}
 
 
 def compare_cut(case, sizes, dim, others):
@@ -24,7 +28,9 @@ def compare_cut(case, sizes, dim, others):
 
     def layout(base, ndim, rng, floating):
         if next(first, False):
-            return base([Shard(min(dim, ndim - 1)) if ndim else R] * base.mesh.ndim).bind(ndim)
+            return base(
+                [Shard(min(dim, ndim - 1)) if ndim else R] * base.mesh.ndim
+            ).bind(ndim)
         return base([p if ndim else R for p in others] * base.mesh.ndim).bind(ndim)
 
     with mock.patch.object(test_dispatch, "some_layout", layout):
@@ -47,7 +53,9 @@ def on_rank(names):
 NAMES = [case.name for case in that_run(CASES.values())]
 
 
-@pytest.mark.parametrize("names", [NAMES[i : i + 24] for i in range(0, len(NAMES), 24)], ids=lambda n: n[0])
+@pytest.mark.parametrize(
+    "names", [NAMES[i : i + 24] for i in range(0, len(NAMES), 24)], ids=lambda n: n[0]
+)
 def test_a_target_or_a_table_that_is_cut(names):
     found = run_ranks(on_rank, 4, names, timeout=300)
     assert len(set(found)) == 1

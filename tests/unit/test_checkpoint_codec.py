@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 
 from hyper_parallel.core.distributed_checkpoint.codec import decode, encode
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.strict_json import MOST_NESTED, nesting, parse
+from hyper_parallel.core.distributed_checkpoint.strict_json import (
+    MOST_NESTED,
+    nesting,
+    parse,
+)
 
 Point = collections.namedtuple("Point", "x y")
 Color = enum.Enum("Color", "RED")
@@ -45,22 +49,44 @@ def alike(one, other):
     if isinstance(one, set):
         return alike(sorted(one, key=repr), sorted(other, key=repr))
     if isinstance(one, (np.ndarray, np.generic)):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        return (one.dtype, one.shape, one.tobytes()) == (
+            other.dtype,
+            other.shape,
+            other.tobytes(),
+        )
     if isinstance(one, complex):
         return alike((one.real, one.imag), (other.real, other.imag))
     if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or struct.pack("d", one) == struct.pack("d", other)
+        return (math.isnan(one) and math.isnan(other)) or struct.pack(
+            "d", one
+        ) == struct.pack("d", other)
     return one == other
 
 
-numbers = st.one_of(st.integers(-(10**40), 10**40), st.floats(), st.complex_numbers(), st.booleans(), st.none())
-keys = st.one_of(st.integers(), st.text(), st.binary(max_size=4), st.booleans(), st.tuples(st.integers(), st.text()))
+numbers = st.one_of(
+    st.integers(-(10**40), 10**40),
+    st.floats(),
+    st.complex_numbers(),
+    st.booleans(),
+    st.none(),
+)
+keys = st.one_of(
+    st.integers(),
+    st.text(),
+    st.binary(max_size=4),
+    st.booleans(),
+    st.tuples(st.integers(), st.text()),
+)
 values = st.recursive(
     st.one_of(numbers, st.text(), st.binary()),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.tuples(inner, inner),
-        st.dictionaries(st.one_of(st.text(), st.sampled_from(["$tuple", "$", "a"])), inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.text(), st.sampled_from(["$tuple", "$", "a"])),
+            inner,
+            max_size=3,
+        ),
         st.dictionaries(keys, inner, max_size=3),
         st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
         st.dictionaries(keys, st.integers(), max_size=3).map(collections.Counter),
@@ -82,13 +108,23 @@ ARRAYS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"
 @pytest.mark.parametrize("dtype", ARRAYS)
 def test_arrays_and_scalars_of_numpy(dtype):
     array = np.array([[0, 1, 3], [1, 0, 100]]).astype(dtype)
-    for value in (array, array.T, array[:, ::2], array[:0], array[0, 1], np.array(array[1, 2])):
+    for value in (
+        array,
+        array.T,
+        array[:, ::2],
+        array[:0],
+        array[0, 1],
+        np.array(array[1, 2]),
+    ):
         back = there_and_back(value)
         assert alike(back, value)
         assert not isinstance(back, np.ndarray) or back.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.float8_e4m3fn, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float32, torch.bool, torch.float8_e4m3fn, torch.complex128],
+)
 def test_dtypes_of_the_framework(dtype):
     assert encode(dtype, "x") == {"$dtype": str(dtype).removeprefix("torch.")}
     assert there_and_back({"dtype": dtype}) == {"dtype": dtype}
@@ -98,31 +134,47 @@ def test_the_text_of_each_tag():
     assert encode((1, [2.5]), "x") == {"$tuple": [1, [2.5]]}
     assert encode({"b", "a", 1}, "x") == {"$set": ["a", "b", 1]}
     assert encode(b"\0\xff", "x") == {"$bytes": "AP8="}
-    assert encode([math.nan, math.inf, -math.inf], "x") == [{"$float": "nan"}, {"$float": "inf"}, {"$float": "-inf"}]
+    assert encode([math.nan, math.inf, -math.inf], "x") == [
+        {"$float": "nan"},
+        {"$float": "inf"},
+        {"$float": "-inf"},
+    ]
     assert encode(complex(1, -math.inf), "x") == {"$complex": [1.0, {"$float": "-inf"}]}
     assert encode({1: "a", "b": None}, "x") == {"$dict": [[1, "a"], ["b", None]]}
     assert encode({"$a": 1}, "x") == {"$dict": [["$a", 1]]}
     assert encode(collections.Counter("aab"), "x") == {"$counter": [["a", 2], ["b", 1]]}
     assert encode(collections.OrderedDict(a=1), "x") == {"$ordered": [["a", 1]]}
     array = np.array([[1, 2]], np.int16)
-    assert encode(array, "x") == {"$ndarray": {"dtype": "int16", "shape": [1, 2], "data": "AQACAA=="}}
-    assert encode(np.float16(1), "x") == {"$scalar": {"dtype": "float16", "data": "ADw="}}
+    assert encode(array, "x") == {
+        "$ndarray": {"dtype": "int16", "shape": [1, 2], "data": "AQACAA=="}
+    }
+    assert encode(np.float16(1), "x") == {
+        "$scalar": {"dtype": "float16", "data": "ADw="}
+    }
 
 
 def schedules():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9
+    )
     kinds = torch.optim.lr_scheduler
     step = kinds.MultiStepLR(optimizer, [3, 3, 5])
     yield step
     yield kinds.ReduceLROnPlateau(optimizer)
     yield kinds.OneCycleLR(optimizer, 0.5, total_steps=10)
     yield kinds.CosineAnnealingLR(optimizer, 10)
-    yield kinds.SequentialLR(optimizer, [kinds.ConstantLR(optimizer), kinds.ExponentialLR(optimizer, 0.5)], [2])
+    yield kinds.SequentialLR(
+        optimizer,
+        [kinds.ConstantLR(optimizer), kinds.ExponentialLR(optimizer, 0.5)],
+        [2],
+    )
 
 
 def test_the_states_of_schedules():
     for schedule in schedules():
-        assert alike(there_and_back(schedule.state_dict()), schedule.state_dict()), schedule
+        assert alike(there_and_back(schedule.state_dict()), schedule.state_dict()), (
+            schedule
+        )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +213,8 @@ def test_what_cannot_be_stored_is_refused_with_its_place(value, told):
 
 def test_a_refusal_says_the_way_out():
     with pytest.raises(
-        CheckpointError, match=r"objects.x.a: .*Point cannot be stored as JSON: convert it .* allow_pickle"
+        CheckpointError,
+        match=r"objects.x.a: .*Point cannot be stored as JSON: convert it .* allow_pickle",
     ):
         encode({"a": Point(1, 2)}, "x")
 
@@ -184,7 +237,9 @@ def test_what_holds_itself_or_is_too_deep_is_refused():
                 stored = json.dumps({"objects": {"x": encode(deep, "x")}})
                 assert nesting(stored.encode()) <= MOST_NESTED
                 deep = wrap(deep)
-        assert nesting(stored.encode()) > MOST_NESTED - 6  # refused no earlier than needed
+        assert (
+            nesting(stored.encode()) > MOST_NESTED - 6
+        )  # refused no earlier than needed
         decode(parse(stored.encode(), "f").value["objects"]["x"], "x", "f")
 
 
@@ -193,8 +248,13 @@ def test_pickles_only_on_request():
     stored = encode(value, "x", allow_pickle=True)
     assert set(stored["a"]) == {"$pickle"}
     assert stored["b"][1] == 1
-    assert alike(decode(json.loads(json.dumps(stored)), "x", "f", allow_pickle=True), value)
-    with pytest.raises(CheckpointError, match=r"f: objects.x.a.\"\$pickle\": is a pickle, .* allow_pickle=True"):
+    assert alike(
+        decode(json.loads(json.dumps(stored)), "x", "f", allow_pickle=True), value
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"f: objects.x.a.\"\$pickle\": is a pickle, .* allow_pickle=True",
+    ):
         decode(stored, "x", "f")
     with pytest.raises(CheckpointError, match="cannot be pickled"):
         encode(lambda: 0, "x", allow_pickle=True)
@@ -208,7 +268,13 @@ class Bomb:
 def test_a_pickle_is_not_touched_without_request(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stored = {"$pickle": base64.b64encode(pickle.dumps(Bomb())).decode()}
-    for value in (stored, [stored], {"$tuple": [stored]}, {"$dict": [[1, stored]]}, {"$dict": [[stored, 1]]}):
+    for value in (
+        stored,
+        [stored],
+        {"$tuple": [stored]},
+        {"$dict": [[1, stored]]},
+        {"$dict": [[stored, 1]]},
+    ):
         with pytest.raises(CheckpointError, match="is a pickle"):
             decode(json.loads(json.dumps(value)), "x", "f")
     assert not list(tmp_path.iterdir())
@@ -243,7 +309,10 @@ BOX = {"dtype": "int8", "shape": [2], "data": "AAA="}
         ({"$dict": [{"$ndarray": BOX}]}, "expected a list, got ndarray"),
         ({"$dict": [[1, 2], [1.0, 3]]}, "has a key twice"),
         ({"$dict": [[{}, 2]]}, "cannot be one: unhashable"),
-        ({"$set": [n * (2**61 - 1) for n in range(200)]}, "200 keys have the same hash"),
+        (
+            {"$set": [n * (2**61 - 1) for n in range(200)]},
+            "200 keys have the same hash",
+        ),
         ({"$dtype": "int7"}, "expected one of bool"),
         ({"$ndarray": {**BOX, "more": 1}}, 'the field "more" is unknown'),
         ({"$ndarray": {**BOX, "": 1}}, 'the field "" is unknown'),
@@ -256,7 +325,10 @@ BOX = {"dtype": "int8", "shape": [2], "data": "AAA="}
         ({"$ndarray": {**BOX, "shape": [True]}}, "expected an int"),
         ({"$ndarray": {**BOX, "shape": [-1]}}, "expected an int"),
         ({"$ndarray": {**BOX, "shape": [1] * 33, "data": "AA=="}}, "too large"),
-        ({"$ndarray": {**BOX, "dtype": "bool", "data": "AAI="}}, "a bool is a byte 0 or 1"),
+        (
+            {"$ndarray": {**BOX, "dtype": "bool", "data": "AAI="}},
+            "a bool is a byte 0 or 1",
+        ),
         ({"$scalar": {"dtype": "int8", "data": "AAA="}}, "expected 1 bytes, got 2"),
         ("\ud800", "surrogates"),
         ({"\udfff": 1}, "surrogates"),
@@ -289,7 +361,12 @@ def brute_nesting(text):
     return deepest
 
 
-@given(st.recursive(st.text('"\\[{]}ab'), lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\[}'), inner)))
+@given(
+    st.recursive(
+        st.text('"\\[{]}ab'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\[}'), inner),
+    )
+)
 def test_nesting_is_counted_outside_of_strings(value):
     text = json.dumps(value).encode()
     assert nesting(text) == brute_nesting(text)

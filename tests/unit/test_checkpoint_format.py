@@ -76,20 +76,27 @@ def changed(*keys, to=None, root=WHOLE):
 
 def test_what_another_program_writes_is_understood():
     found = from_bytes(text_of(WHOLE), FILE)
-    w, qkv, part = (found.state_dict_metadata[name] for name in ("model.w", "qkv", "part"))
+    w, qkv, part = (
+        found.state_dict_metadata[name] for name in ("model.w", "qkv", "part")
+    )
     assert w.properties == TensorProperties("bfloat16", requires_grad=True)
     assert w.chunks.cut == Cut((2, 4), range(8), ((1,), ()), {}, ("dp", "tp"))
     assert [w.chunks.place(n) for n in range(len(w.chunks))] == [4, 5, 6, 7]
     assert w.chunks[1] == ChunkStorageMetadata((2, 0), (2, 6))
     assert qkv.chunks.cut == Cut((4,), (3, 1, 2, 0), ((0,),), {0: (16, 8, 8)})
-    assert [(c.offsets, c.sizes) for c in part.chunks] == [((0, 0), (3, 1)), ((0, 1), (3, 1))]
+    assert [(c.offsets, c.sizes) for c in part.chunks] == [
+        ((0, 0), (3, 1)),
+        ((0, 1), (3, 1)),
+    ]
     assert part.chunks.places == (5, 0)
     tied = found.state_dict_metadata["model.tied"]
     assert tied.stored_as == "model.w"
     assert tied.chunks is w.chunks
     assert not tied.properties.requires_grad
     assert found.state_dict_metadata["step"] == BytesStorageMetadata()
-    assert found.storage_data == Stored(TAG, 8, {"step": 12, "betas": (0.9, 0.95), "state.5": "five"}, "another 1.0")
+    assert found.storage_data == Stored(
+        TAG, 8, {"step": 12, "betas": (0.9, 0.95), "state.5": "five"}, "another 1.0"
+    )
     assert found.planner_data == {
         "model.w": ("model", "w"), "model.tied": ("model", "tied"), "state.5": ("state", (5,)),
         "part": ("list", 0), "number": ("list", 1, "n"),
@@ -101,19 +108,33 @@ def test_there_and_back():
     data = to_bytes(first)
     assert json.loads(data) | {"crc32": ""} == WHOLE | {"crc32": ""}
     assert to_bytes(from_bytes(data, FILE)) == data
-    assert data.count(b"\n") == 9 + 2 + 5 + 3 + 5 + 2  # a line for each layout, tensor, object and path
-    assert b'\n"model.w":{"dtype":"bfloat16","shape":[8,6],"layout":0,"replica":1,"requires_grad":true},\n' in data
+    assert (
+        data.count(b"\n") == 9 + 2 + 5 + 3 + 5 + 2
+    )  # a line for each layout, tensor, object and path
+    assert (
+        b'\n"model.w":{"dtype":"bfloat16","shape":[8,6],"layout":0,"replica":1,"requires_grad":true},\n'
+        in data
+    )
     assert int(data[-11:-3], 16) == zlib.crc32(data[:-22])
 
 
 def test_equal_layouts_are_stored_once_and_consecutive_ranks_as_one_number():
-    cuts = [Cut((2,), (4, 5), ((0,),)), Cut((2,), range(4, 6), ((0,),)), Cut((2,), (5, 4), ((0,),))]
+    cuts = [
+        Cut((2,), (4, 5), ((0,),)),
+        Cut((2,), range(4, 6), ((0,),)),
+        Cut((2,), (5, 4), ((0,),)),
+    ]
     entries = {
-        str(n): TensorStorageMetadata(TensorProperties("bool"), (4,), ChunkGrid((4,), cut))
+        str(n): TensorStorageMetadata(
+            TensorProperties("bool"), (4,), ChunkGrid((4,), cut)
+        )
         for n, cut in enumerate(cuts)
     }
     data = to_bytes(Metadata(entries, {}, Stored(TAG, 6, {}, "x")))
-    assert [layout.get("first", layout.get("ranks")) for layout in json.loads(data)["layouts"]] == [4, [5, 4]]
+    assert [
+        layout.get("first", layout.get("ranks"))
+        for layout in json.loads(data)["layouts"]
+    ] == [4, [5, 4]]
     assert [json.loads(data)["tensors"][n]["layout"] for n in "012"] == [0, 0, 1]
 
 
@@ -234,16 +255,33 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("keys", "to", "told"), WRONG, ids=[f"{n}-{case[2][:40]}" for n, case in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("keys", "to", "told"),
+    WRONG,
+    ids=[f"{n}-{case[2][:40]}" for n, case in enumerate(WRONG)],
+)
 def test_each_wrong_field_is_named(keys, to, told):
     with pytest.raises(CheckpointError, match=told) as caught:
         from_bytes(text_of(changed(*keys, to=to)), FILE)
     assert caught.value.file == FILE
 
 
-@pytest.mark.parametrize("path", [["a"], ["model", "x"], ["list", 2], ["list", 1, "m"], ["state", [6]], ["state", "5"]])
+@pytest.mark.parametrize(
+    "path",
+    [
+        ["a"],
+        ["model", "x"],
+        ["list", 2],
+        ["list", 1, "m"],
+        ["state", [6]],
+        ["state", "5"],
+    ],
+)
 def test_control_paths_that_go_together(path):
-    assert "step" in from_bytes(text_of(changed("paths", "step", to=path)), FILE).planner_data
+    assert (
+        "step"
+        in from_bytes(text_of(changed("paths", "step", to=path)), FILE).planner_data
+    )
 
 
 def test_control_large_numbers_that_are_allowed():
@@ -255,27 +293,46 @@ def test_control_large_numbers_that_are_allowed():
     found = from_bytes(text_of(root), FILE)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
-    assert found.state_dict_metadata["model.w"].chunks.place(2**15 - 1) == 2**30 + 2**15 + 2**15 - 1
+    assert (
+        found.state_dict_metadata["model.w"].chunks.place(2**15 - 1)
+        == 2**30 + 2**15 + 2**15 - 1
+    )
 
 
 def test_what_could_not_be_read_is_not_written():
-    whole = TensorStorageMetadata(TensorProperties("bool"), (2,), ChunkGrid((2,), Cut((), range(1), ((),))))
+    whole = TensorStorageMetadata(
+        TensorProperties("bool"), (2,), ChunkGrid((2,), Cut((), range(1), ((),)))
+    )
     stored = Stored(TAG, 1, {}, "x")
     to_bytes(Metadata({"w": whole}, {}, stored))
     for name in ("@w", "w@0", "\ud800"):
         with pytest.raises(CheckpointError, match=r"checkpoint.json: tensors\..*name"):
             to_bytes(Metadata({name: whole}, {}, stored))
-    half = TensorStorageMetadata(TensorProperties("bool"), (2,), ChunkList((ChunkStorageMetadata((0,), (1,)),), (0,)))
+    half = TensorStorageMetadata(
+        TensorProperties("bool"),
+        (2,),
+        ChunkList((ChunkStorageMetadata((0,), (1,)),), (0,)),
+    )
     with pytest.raises(CheckpointError, match="do not cover"):
         to_bytes(Metadata({"w": half}, {}, stored))
-    with pytest.raises(CheckpointError, match="objects.x: builtins.object cannot be stored"):
-        to_bytes(Metadata({"x": BytesStorageMetadata()}, {}, Stored(TAG, 1, {"x": object()}, "x")))
+    with pytest.raises(
+        CheckpointError, match="objects.x: builtins.object cannot be stored"
+    ):
+        to_bytes(
+            Metadata(
+                {"x": BytesStorageMetadata()}, {}, Stored(TAG, 1, {"x": object()}, "x")
+            )
+        )
 
 
 def test_pickles_are_written_and_read_on_request():
-    metadata = Metadata({"x": BytesStorageMetadata()}, {}, Stored(TAG, 1, {"x": range(3)}, "x"))
+    metadata = Metadata(
+        {"x": BytesStorageMetadata()}, {}, Stored(TAG, 1, {"x": range(3)}, "x")
+    )
     data = to_bytes(metadata, allow_pickle=True)
-    assert from_bytes(data, FILE, allow_pickle=True).storage_data.objects == {"x": range(3)}
+    assert from_bytes(data, FILE, allow_pickle=True).storage_data.objects == {
+        "x": range(3)
+    }
     with pytest.raises(CheckpointError, match="is a pickle"):
         from_bytes(data, FILE)
 
@@ -308,9 +365,13 @@ def test_the_length_is_limited():
 def counted(chunks, size):
     seen = [0] * math.prod(size)
     for chunk in chunks:
-        spans = (range(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        spans = (
+            range(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
         for point in itertools.product(*spans):
-            seen[sum(p * math.prod(size[dim + 1 :]) for dim, p in enumerate(point))] += 1
+            seen[
+                sum(p * math.prod(size[dim + 1 :]) for dim, p in enumerate(point))
+            ] += 1
     return all(count == 1 for count in seen)
 
 
@@ -324,13 +385,24 @@ def fillings(draw):
         dim = draw(st.integers(0, len(size) - 1))
         offset, n = box[dim]
         at = draw(st.integers(0, n))
-        boxes += [(*box[:dim], span, *box[dim + 1 :]) for span in ((offset, at), (offset + at, n - at))]
+        boxes += [
+            (*box[:dim], span, *box[dim + 1 :])
+            for span in ((offset, at), (offset + at, n - at))
+        ]
     if draw(st.booleans()):
         boxes[draw(st.integers(0, len(boxes) - 1))] = tuple(
-            draw(st.integers(0, n).flatmap(lambda o, n=n: st.tuples(st.just(o), st.integers(0, n - o)))) for n in size
+            draw(
+                st.integers(0, n).flatmap(
+                    lambda o, n=n: st.tuples(st.just(o), st.integers(0, n - o))
+                )
+            )
+            for n in size
         )
     boxes = draw(st.permutations(boxes))
-    return [ChunkStorageMetadata(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in boxes], size
+    return [
+        ChunkStorageMetadata(tuple(o for o, _ in box), tuple(n for _, n in box))
+        for box in boxes
+    ], size
 
 
 @given(fillings())
@@ -341,7 +413,13 @@ def test_filling_is_what_counting_says(filling):
 
 
 def test_chunks_of_equal_volume_that_do_not_fill():
-    boxes = [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((1, 1), (1, 1))]  # a pinwheel
+    boxes = [
+        ((0, 0), (2, 1)),
+        ((0, 1), (1, 2)),
+        ((1, 2), (2, 1)),
+        ((2, 0), (1, 2)),
+        ((1, 1), (1, 1)),
+    ]  # a pinwheel
     assert fill([ChunkStorageMetadata(*box) for box in boxes], (3, 3))
     boxes[4] = ((0, 0), (1, 1))
     assert not fill([ChunkStorageMetadata(*box) for box in boxes], (3, 3))
@@ -358,7 +436,11 @@ def test_any_value_anywhere_is_accepted_or_refused(data):
     while True:
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
         key = data.draw(st.sampled_from(keys))
-        if not holder[key] or not isinstance(holder[key], (dict, list)) or data.draw(st.booleans()):
+        if (
+            not holder[key]
+            or not isinstance(holder[key], (dict, list))
+            or data.draw(st.booleans())
+        ):
             break
         holder = holder[key]
     anything = st.recursive(
@@ -404,4 +486,6 @@ def test_control_the_fuzzer_finds_what_is_wrong(monkeypatch):
         target = dataclasses.replace(fuzz_checkpoint.TARGETS["metadata"], read=read)
         monkeypatch.setattr(fuzz_checkpoint, "TARGETS", {"metadata": target})
         findings = fuzz_checkpoint.run(inputs=count, seed=1).findings
-        assert re.match(told if told.startswith("metadata") else f".*{told}", findings[0])
+        assert re.match(
+            told if told.startswith("metadata") else f".*{told}", findings[0]
+        )

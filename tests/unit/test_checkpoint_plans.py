@@ -12,15 +12,35 @@ from hypothesis import strategies as st
 from layouts import layouts_on, own_indices
 
 from hyper_parallel import FusedShard, Layout, Replicate, Shard
-from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, ChunkList, Cut, box_of, chunk_of, overlap
-from hyper_parallel.core.distributed_checkpoint.entries import Entry, cut_of, digest, writers
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    ChunkGrid,
+    ChunkList,
+    Cut,
+    box_of,
+    chunk_of,
+    overlap,
+)
+from hyper_parallel.core.distributed_checkpoint.entries import (
+    Entry,
+    cut_of,
+    digest,
+    writers,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import Stored, to_bytes
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from hyper_parallel.core.distributed_checkpoint.planner import WriteItem, WriteItemType
 from hyper_parallel.core.distributed_checkpoint.resharding import read_items
 from hyper_parallel.core.distributed_checkpoint.standard_planner import plan_for
-from hyper_parallel.core.distributed_checkpoint.state_dict import dotted, flattened, nested
+from hyper_parallel.core.distributed_checkpoint.state_dict import (
+    dotted,
+    flattened,
+    nested,
+)
 
 MESHES = [(2,), (3,), (2, 2), (2, 4), (2, 2, 2)]
 
@@ -38,7 +58,11 @@ def filled(boxes, shape):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(MESHES).flatmap(lambda mesh: layouts_on(Layout(mesh, tuple("abc"[: len(mesh)])), 1, 3, (None,))))
+@given(
+    st.sampled_from(MESHES).flatmap(
+        lambda mesh: layouts_on(Layout(mesh, tuple("abc"[: len(mesh)])), 1, 3, (None,))
+    )
+)
 def test_a_grid_is_what_the_layout_says(case):
     layout, shape = case
     check_grid(layout, shape)
@@ -63,18 +87,31 @@ def check_grid(layout, shape):
         assert (filled([part.box for part in parts], shape) == wanted).all()
         rank = layout.rank_list[int(np.ravel_multi_index(place, layout.mesh_shape))]
         assert cut.coordinate(rank) == place
-        writes = {number for number in range(len(grid)) if grid.place(number) == rank and 0 not in grid[number].sizes}
-        assert writes == ({part.number for part in parts} if cut.replica_of(place) == cut.replicas - 1 else set())
+        writes = {
+            number
+            for number in range(len(grid))
+            if grid.place(number) == rank and 0 not in grid[number].sizes
+        }
+        assert writes == (
+            {part.number for part in parts}
+            if cut.replica_of(place) == cut.replicas - 1
+            else set()
+        )
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_overlaps_a_box_is_found(data):
     mesh = data.draw(st.sampled_from(MESHES))
-    layout, shape = data.draw(layouts_on(Layout(mesh, tuple("abc"[: len(mesh)])), 1, 3, (None,)))
+    layout, shape = data.draw(
+        layouts_on(Layout(mesh, tuple("abc"[: len(mesh)])), 1, 3, (None,))
+    )
     grid = ChunkGrid(shape, cut_of(layout))
     starts = [data.draw(st.integers(0, size)) for size in shape]
-    box = tuple((start, data.draw(st.integers(0, size - start))) for start, size in zip(starts, shape, strict=True))
+    box = tuple(
+        (start, data.draw(st.integers(0, size - start)))
+        for start, size in zip(starts, shape, strict=True)
+    )
     found = [n for n in range(len(grid)) if overlap(box, box_of(grid[n])) is not None]
     assert list(grid.overlapping(box)) == found
     listed = ChunkList(tuple(grid), tuple(range(len(grid))))
@@ -84,9 +121,23 @@ def test_what_overlaps_a_box_is_found(data):
     target = np.full([size for _, size in box], -1)
     for item in items:
         chunk = grid[item.storage_index.index]
-        source = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
-        source = source[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
-        target[tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))] = source
+        source = whole[
+            tuple(
+                slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+        ]
+        source = source[
+            tuple(
+                slice(o, o + n)
+                for o, n in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+        ]
+        target[
+            tuple(
+                slice(o, o + n)
+                for o, n in zip(item.dest_offsets, item.lengths, strict=True)
+            )
+        ] = source
     assert (target == whole[tuple(slice(o, o + n) for o, n in box)]).all()
 
 
@@ -94,21 +145,32 @@ def test_rows_to_columns_by_hand():
     grid = ChunkGrid((8, 6), cut_of(Layout((2,), ("a",))([Shard(0)]).bind(2)))
     [item, _] = read_items("x", [((0, 8), (3, 2))], grid)
     assert (item.storage_offsets, item.lengths) == ((0, 3), (4, 2))
-    assert (item.dest_offsets, item.storage_index) == ((0, 0), MetadataIndex("x", (0, 0)))
+    assert (item.dest_offsets, item.storage_index) == (
+        (0, 0),
+        MetadataIndex("x", (0, 0)),
+    )
 
 
 # --- who writes
 
 
 def entries_of(layout, sizes, dtype="float32"):
-    return [Entry(f"w{n}", dtype, size, cut_of(layout.bind(len(size)))) for n, size in enumerate(sizes)]
+    return [
+        Entry(f"w{n}", dtype, size, cut_of(layout.bind(len(size))))
+        for n, size in enumerate(sizes)
+    ]
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.sampled_from([2, 3, 8]))
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=60), st.sampled_from([2, 3, 8])
+)
 def test_bytes_are_spread_over_the_copies(sizes, ranks):
     layout = Layout((ranks,), ("dp",))([Replicate()])
     chosen = writers(entries_of(layout, [(size,) for size in sizes]))
-    loads = [sum(size for n, size in enumerate(sizes) if chosen[f"w{n}"] == rank) for rank in range(ranks)]
+    loads = [
+        sum(size for n, size in enumerate(sizes) if chosen[f"w{n}"] == rank)
+        for rank in range(ranks)
+    ]
     assert max(loads) - min(loads) <= max(sizes)
 
 
@@ -129,7 +191,9 @@ def planned_on(layout):
         for n in range(20)
     ]
     items, tensors = plan_for(entries, 3, writers)
-    metadata = Metadata(tensors, {}, Stored("0" * 16, len(layout.rank_list), {}, "test"))
+    metadata = Metadata(
+        tensors, {}, Stored("0" * 16, len(layout.rank_list), {}, "test")
+    )
     return len(items), len(to_bytes(metadata))
 
 
@@ -141,21 +205,42 @@ def test_a_digest_tells_every_difference():
         Entry("x", "float32", (5,), cut), Entry("x", "float32", (4,), other), Entry("x", "float32", (4,), cut, True),
     ]  # fmt: skip
     assert len({digest([entry]) for entry in entries}) == len(entries)
-    assert digest([entries[0]]) == digest([Entry("x", "float32", (4,), Cut((2,), range(2), ((0,),), {}, ("a",)))])
+    assert digest([entries[0]]) == digest(
+        [Entry("x", "float32", (4,), Cut((2,), range(2), ((0,),), {}, ("a",)))]
+    )
 
 
 def test_bytes_of_a_write_item():
-    data = {"chunk": chunk_of(((0, 3), (2, 5))), "properties": TensorProperties(torch.bfloat16), "size": (3, 7)}
-    assert WriteItem(MetadataIndex("x"), WriteItemType.TENSOR, data).tensor_storage_size() == 30
-    assert WriteItem(MetadataIndex("x"), WriteItemType.BYTE_IO, bytes_io_data=b"").tensor_storage_size() is None
+    data = {
+        "chunk": chunk_of(((0, 3), (2, 5))),
+        "properties": TensorProperties(torch.bfloat16),
+        "size": (3, 7),
+    }
+    assert (
+        WriteItem(MetadataIndex("x"), WriteItemType.TENSOR, data).tensor_storage_size()
+        == 30
+    )
+    assert (
+        WriteItem(
+            MetadataIndex("x"), WriteItemType.BYTE_IO, bytes_io_data=b""
+        ).tensor_storage_size()
+        is None
+    )
 
 
 # --- names
 
 KEYS = st.one_of(st.text("ab.", min_size=1, max_size=3), st.integers(0, 3))
 STATES = st.recursive(
-    st.one_of(st.integers(), st.tuples(st.integers()), st.just({}), st.lists(st.integers(), max_size=2)),
-    lambda inner: st.one_of(st.dictionaries(KEYS, inner, max_size=3), st.lists(inner, max_size=3)),
+    st.one_of(
+        st.integers(),
+        st.tuples(st.integers()),
+        st.just({}),
+        st.lists(st.integers(), max_size=2),
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=3), st.lists(inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -58,13 +58,20 @@ def test_the_one_imported_framework_is_taken(fresh):
 
 def test_mindspore_first_then_torch_then_words(fresh):
     made = []
-    fresh.setattr(contract, "get_mindspore_platform", lambda: made.append("mindspore") or "a mindspore platform")
+    fresh.setattr(
+        contract,
+        "get_mindspore_platform",
+        lambda: made.append("mindspore") or "a mindspore platform",
+    )
     assert contract._first_that_imports() == "a mindspore platform"
     fresh.undo()
     hide(fresh, "hyper_parallel.platform.mindspore")
     assert contract._first_that_imports().platform_type is PlatformType.PYTORCH
     hide(fresh, "hyper_parallel.platform.mindspore", "hyper_parallel.platform.torch")
-    with pytest.raises(ImportError, match=r"pip install 'hyper_parallel\[torch\]' or 'hyper_parallel\[mindspore\]'"):
+    with pytest.raises(
+        ImportError,
+        match=r"pip install 'hyper_parallel\[torch\]' or 'hyper_parallel\[mindspore\]'",
+    ):
         contract._first_that_imports()
     with pytest.raises(ImportError, match="PyTorch is not installed"):
         contract.get_torch_platform()
@@ -75,7 +82,13 @@ def test_nothing_is_imported_before_it_is_asked_for():
         "import sys, hyper_parallel; assert 'torch' not in sys.modules; "
         "p = hyper_parallel.get_platform(); assert 'torch' in sys.modules; print(p.platform_type.value)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert run.stdout.strip() == "torch"
 
 

@@ -18,7 +18,13 @@ class Batch:
 
 def test_tree_map_keeps_structure_and_types():
     counts = collections.defaultdict(int, a=1)
-    tree = {"x": [1, (2, 3)], "y": Pair(4, {5}), "z": Batch([6], 7), "o": collections.OrderedDict(b=8), "d": counts}
+    tree = {
+        "x": [1, (2, 3)],
+        "y": Pair(4, {5}),
+        "z": Batch([6], 7),
+        "o": collections.OrderedDict(b=8),
+        "d": counts,
+    }
     mapped = tree_map(lambda leaf: leaf * 10, tree)
     assert mapped == {
         "x": [10, (20, 30)],

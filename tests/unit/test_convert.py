@@ -25,8 +25,13 @@ from hyper_parallel.core.distributed_checkpoint.convert import (
 )
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.hugging_face import reader_for
-from hyper_parallel.core.distributed_checkpoint.inspection import compare_checkpoints, verify_checkpoint
-from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.inspection import (
+    compare_checkpoints,
+    verify_checkpoint,
+)
+from hyper_parallel.core.distributed_checkpoint.standard_planner import (
+    StandardSavePlanner,
+)
 from hyper_parallel.core.distributed_checkpoint.streaming import Source, boxes_in_order
 
 DTYPES = [
@@ -38,11 +43,23 @@ DTYPES = [
 
 def everything():
     generator = torch.Generator().manual_seed(0)
-    tensors = {str(t).split(".")[1]: torch.randn(5, 3, generator=generator).abs().mul(9).to(t) for t in DTYPES}
+    tensors = {
+        str(t).split(".")[1]: torch.randn(5, 3, generator=generator).abs().mul(9).to(t)
+        for t in DTYPES
+    }
     w = torch.randn(300, 7, generator=generator)
     return {
-        "model": {**tensors, "w": w, "head.w": w, "none": torch.empty(0, 4), "number": torch.tensor(2.5)},
-        "groups": [{"lr": 0.1, "betas": (0.9, math.nan)}, {"lr": 1, 5: torch.arange(3)}],
+        "model": {
+            **tensors,
+            "w": w,
+            "head.w": w,
+            "none": torch.empty(0, 4),
+            "number": torch.tensor(2.5),
+        },
+        "groups": [
+            {"lr": 0.1, "betas": (0.9, math.nan)},
+            {"lr": 1, 5: torch.arange(3)},
+        ],
         "step": 12,
         "array": np.arange(3, dtype=np.int16),
         "ordered": (OrderedDict(b=1, a=2), {1, 2}, b"x", True, None, {}),
@@ -54,7 +71,9 @@ def same(one, other):
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            same(one[key], other[key]) for key in one
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
@@ -98,7 +117,10 @@ def test_a_single_file_and_back(folder, tmp_path):
     checkpoint_to_file(folder, file)
     tensors = load_file(file)
     assert torch.equal(tensors["model.bfloat16"], everything()["model"]["bfloat16"])
-    assert torch.equal(torch.view_as_complex(tensors["model.complex128"]), everything()["model"]["complex128"])
+    assert torch.equal(
+        torch.view_as_complex(tensors["model.complex128"]),
+        everything()["model"]["complex128"],
+    )
     assert len(tensors) == len(DTYPES) + 4  # w is there once
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
@@ -115,11 +137,15 @@ def test_a_file_whose_notes_are_of_other_tensors_is_refused(folder, tmp_path):
     checkpoint_to_file(folder, tmp_path / "all.safetensors")
     data = (tmp_path / "all.safetensors").read_bytes()
     (tmp_path / "all.safetensors").write_bytes(
-        data.replace(b'"model.w":{', b'"model.v":{').replace(b'"model.head.w":{', b'"model.tail.w":{')
+        data.replace(b'"model.w":{', b'"model.v":{').replace(
+            b'"model.head.w":{', b'"model.tail.w":{'
+        )
     )
     with pytest.raises(CheckpointError, match="is not in the file"):
         checkpoint_to_state_dict(tmp_path / "all.safetensors")
-    (tmp_path / "all.safetensors").write_bytes(data.replace(b"hyper_parallel 0", b"hyper_parallel 1"))
+    (tmp_path / "all.safetensors").write_bytes(
+        data.replace(b"hyper_parallel 0", b"hyper_parallel 1")
+    )
     with pytest.raises(CheckpointError, match="crc32"):
         checkpoint_to_state_dict(tmp_path / "all.safetensors")
 
@@ -128,7 +154,9 @@ def test_to_hugging_face_and_back(tmp_path):
     state = everything()
     del state["model"]["complex128"]
     state_dict_to_checkpoint(state, tmp_path / "a")
-    files = checkpoint_to_hugging_face(tmp_path / "a", tmp_path / "hf", max_shard_bytes=1000)
+    files = checkpoint_to_hugging_face(
+        tmp_path / "a", tmp_path / "hf", max_shard_bytes=1000
+    )
     assert len(set(files.values())) > 1
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert index["weight_map"] == files
@@ -138,10 +166,16 @@ def test_to_hugging_face_and_back(tmp_path):
         found.update(load_file(tmp_path / "hf" / name))
     assert same(dict(sorted(found.items())), dict(sorted(state["model"].items())))
     hugging_face_to_checkpoint(tmp_path / "hf", tmp_path / "back")
-    assert same(checkpoint_to_state_dict(tmp_path / "back"), {"model": dict(sorted(state["model"].items()))})
+    assert same(
+        checkpoint_to_state_dict(tmp_path / "back"),
+        {"model": dict(sorted(state["model"].items()))},
+    )
     assert verify_checkpoint(tmp_path / "back") == []
     hugging_face_to_checkpoint(tmp_path / "hf", tmp_path / "flat", prefix="")
-    assert same(checkpoint_to_state_dict(tmp_path / "flat"), dict(sorted(state["model"].items())))
+    assert same(
+        checkpoint_to_state_dict(tmp_path / "flat"),
+        dict(sorted(state["model"].items())),
+    )
     with pytest.raises(ValueError, match="each end with a dot"):
         hugging_face_to_checkpoint(tmp_path / "hf", tmp_path / "c", prefix="model")
 
@@ -154,7 +188,12 @@ def test_what_hugging_face_cannot_hold_is_refused(folder, tmp_path):
 
 def test_pickles_are_passed_on_and_never_loaded(tmp_path):
     planner = StandardSavePlanner(allow_pickle=True)
-    save({"slice": slice(1, 2), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)
+    save(
+        {"slice": slice(1, 2), "w": torch.ones(2)},
+        checkpoint_id=tmp_path / "a",
+        planner=planner,
+        no_dist=True,
+    )
     with pytest.raises(CheckpointError, match="is a pickle"):
         checkpoint_to_state_dict(tmp_path / "a")
     assert verify_checkpoint(tmp_path / "a") == []
@@ -163,10 +202,14 @@ def test_pickles_are_passed_on_and_never_loaded(tmp_path):
     assert compare_checkpoints(tmp_path / "a", tmp_path / "b").is_equal
     with Source(reader_for(tmp_path / "b", allow_pickle=None)) as source:
         assert isinstance(source.objects["slice"], Pickled)
-    assert checkpoint_to_state_dict(tmp_path / "b", allow_pickle=True)["slice"] == slice(1, 2)
+    assert checkpoint_to_state_dict(tmp_path / "b", allow_pickle=True)[
+        "slice"
+    ] == slice(1, 2)
 
 
-@pytest.mark.parametrize("size", [(), (0,), (7,), (3, 0, 2), (4, 5), (2, 3, 4), (1, 1, 9), (9, 1, 1)])
+@pytest.mark.parametrize(
+    "size", [(), (0,), (7,), (3, 0, 2), (4, 5), (2, 3, 4), (1, 1, 9), (9, 1, 1)]
+)
 def test_boxes_fill_a_tensor_in_order(size):
     for most in (2, 3, 8, 10, 16, 64, 1000):
         whole = np.arange(math.prod(size)).reshape(size)
@@ -175,7 +218,9 @@ def test_boxes_fill_a_tensor_in_order(size):
             part = whole[tuple(slice(start, start + n) for start, n in box)]
             assert part.nbytes // 8 * 2 <= most
             parts.append(part.reshape(-1))
-        assert np.array_equal(np.concatenate([np.empty(0, int), *parts]), whole.reshape(-1))
+        assert np.array_equal(
+            np.concatenate([np.empty(0, int), *parts]), whole.reshape(-1)
+        )
 
 
 def test_little_memory_is_needed(tmp_path):
@@ -205,7 +250,10 @@ def test_little_memory_is_needed(tmp_path):
 
 
 def small(tmp_path, name="a", **more):
-    state_dict_to_checkpoint({"w": torch.arange(3000.0), "b": torch.arange(5), "step": 3, **more}, tmp_path / name)
+    state_dict_to_checkpoint(
+        {"w": torch.arange(3000.0), "b": torch.arange(5), "step": 3, **more},
+        tmp_path / name,
+    )
     return tmp_path / name
 
 
@@ -214,10 +262,17 @@ def test_every_damaged_byte_is_found(tmp_path):
     assert verify_checkpoint(folder) == []
     for path in folder.iterdir():
         data = path.read_bytes()
-        for place in itertools.chain(range(0, len(data), 97), range(len(data) - 20, len(data))):
-            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        for place in itertools.chain(
+            range(0, len(data), 97), range(len(data) - 20, len(data))
+        ):
+            path.write_bytes(
+                data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            )
             problems = verify_checkpoint(folder)
-            assert any(problem.file == str(path) for problem in problems), (path.name, place)
+            assert any(problem.file == str(path) for problem in problems), (
+                path.name,
+                place,
+            )
         path.write_bytes(data)
     assert verify_checkpoint(folder) == []
 
@@ -234,14 +289,20 @@ def test_all_problems_are_listed(tmp_path):
     (folder / "checkpoint.json.0123456789abcdef.tmp").write_text("")
     (folder / "data-0123456789abcdef-00000.safetensors").write_text("")
     (folder / "notes.txt").write_text("of no concern")
-    assert {(problem.file.rpartition("/")[2], problem.field) for problem in verify_checkpoint(folder)} == {
+    assert {
+        (problem.file.rpartition("/")[2], problem.field)
+        for problem in verify_checkpoint(folder)
+    } == {
         ("checkpoint.json.0123456789abcdef.tmp", None),
         ("data-0123456789abcdef-00000.safetensors", None),
         (data.name, "w"),
         (data.name, "b"),
     }
     data.unlink()
-    assert any("is missing; 2 chunks" in problem.message for problem in verify_checkpoint(folder))
+    assert any(
+        "is missing; 2 chunks" in problem.message
+        for problem in verify_checkpoint(folder)
+    )
 
 
 def test_data_is_verified_without_metadata(tmp_path):
@@ -271,7 +332,11 @@ def test_differences_are_counted_and_measured(dtype, tmp_path):
     generator = torch.Generator().manual_seed(3)
     one = torch.randint(0, 100, (40, 3), generator=generator).to(dtype)
     other = one.clone()
-    other[7, 1] = (one[7, 1].to(torch.complex128) + 16).to(dtype) if dtype.is_complex else (0 if one[7, 1] else 1)
+    other[7, 1] = (
+        (one[7, 1].to(torch.complex128) + 16).to(dtype)
+        if dtype.is_complex
+        else (0 if one[7, 1] else 1)
+    )
     state_dict_to_checkpoint({"w": one}, tmp_path / "a")
     state_dict_to_checkpoint({"w": other}, tmp_path / "b")
     found = compare_checkpoints(tmp_path / "a", tmp_path / "b").values["w"]
@@ -282,7 +347,11 @@ def test_differences_are_counted_and_measured(dtype, tmp_path):
 
 def test_extreme_numbers_are_measured(tmp_path):
     ends = torch.iinfo(torch.int64)
-    one = {"i": torch.tensor([ends.min, 2**60]), "n": torch.tensor([1.0, math.nan]), "z": torch.tensor([0.0])}
+    one = {
+        "i": torch.tensor([ends.min, 2**60]),
+        "n": torch.tensor([1.0, math.nan]),
+        "z": torch.tensor([0.0]),
+    }
     other = {
         "i": torch.tensor([ends.max, 2**60 + 1]),
         "n": torch.tensor([math.nan, math.nan]),
@@ -297,11 +366,24 @@ def test_extreme_numbers_are_measured(tmp_path):
 
 
 def test_names_kinds_and_objects_are_compared(tmp_path):
-    one = small(tmp_path, "a", first=1, shape=torch.ones(2), kind=torch.ones(2), nan=math.nan, type=1)
-    other = small(tmp_path, "b", second=1, shape=torch.ones(3), kind=3, nan=math.nan, type=True)
+    one = small(
+        tmp_path,
+        "a",
+        first=1,
+        shape=torch.ones(2),
+        kind=torch.ones(2),
+        nan=math.nan,
+        type=1,
+    )
+    other = small(
+        tmp_path, "b", second=1, shape=torch.ones(3), kind=3, nan=math.nan, type=True
+    )
     found = compare_checkpoints(one, other)
     assert (found.only_in_first, found.only_in_second) == (("first",), ("second",))
-    assert found.kinds == {"shape": ("float32 [2]", "float32 [3]"), "kind": ("float32 [2]", "object")}
+    assert found.kinds == {
+        "shape": ("float32 [2]", "float32 [3]"),
+        "kind": ("float32 [2]", "object"),
+    }
     assert found.objects == {"type": (1, True)}
     assert not found.values
     assert not found.is_equal
@@ -313,8 +395,12 @@ def test_tied_names_that_hugging_face_lacks_are_no_difference(tmp_path):
     state = {"model": {"wte.w": w, "head.w": w, "b": torch.ones(2)}, "step": 1}
     state_dict_to_checkpoint(state, tmp_path / "a")
     assert "wte.w" in checkpoint_to_hugging_face(tmp_path / "a", tmp_path / "hf")
-    assert compare_checkpoints(tmp_path / "a", tmp_path / "hf", prefixes=("model.", "")).is_equal
+    assert compare_checkpoints(
+        tmp_path / "a", tmp_path / "hf", prefixes=("model.", "")
+    ).is_equal
     del state["model"]["b"]
     state_dict_to_checkpoint(state, tmp_path / "b")
-    found = compare_checkpoints(tmp_path / "hf", tmp_path / "b", prefixes=("", "model."))
+    found = compare_checkpoints(
+        tmp_path / "hf", tmp_path / "b", prefixes=("", "model.")
+    )
     assert (found.only_in_first, found.only_in_second) == (("b",), ())

@@ -19,7 +19,11 @@ from safetensors.numpy import save_file
 
 from hyper_parallel.core.distributed_checkpoint import checksum, data_file
 from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK
-from hyper_parallel.core.distributed_checkpoint.data_file import Piece, open_data_file, write_data_file
+from hyper_parallel.core.distributed_checkpoint.data_file import (
+    Piece,
+    open_data_file,
+    write_data_file,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.header import build_header, parse_header
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES
@@ -37,18 +41,29 @@ def twin(request, monkeypatch):
 
 def random_items(item_size, shape):
     """Opaque elements of random bytes."""
-    return RANDOM.integers(0, 256, (*shape, item_size), dtype=np.uint8).view(f"V{item_size}").reshape(shape)
+    return (
+        RANDOM.integers(0, 256, (*shape, item_size), dtype=np.uint8)
+        .view(f"V{item_size}")
+        .reshape(shape)
+    )
 
 
 def piece(key, items, dtype=None):
     """A chunk of an array's bytes."""
     sizes = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
-    return Piece(key, dtype or sizes[items.itemsize], items.shape, lambda: items.reshape(-1).view(np.uint8))
+    return Piece(
+        key,
+        dtype or sizes[items.itemsize],
+        items.shape,
+        lambda: items.reshape(-1).view(np.uint8),
+    )
 
 
 def write(path, **arrays):
     """A file with these arrays."""
-    return write_data_file(path, [piece(key, items) for key, items in arrays.items()], tag=TAG, rank=3)
+    return write_data_file(
+        path, [piece(key, items) for key, items in arrays.items()], tag=TAG, rank=3
+    )
 
 
 def read_all(path, **kwargs):
@@ -69,7 +84,9 @@ def read_all(path, **kwargs):
 def test_every_dtype_comes_back(tmp_path, shape, twin):
     path = tmp_path / "data.safetensors"
     arrays = {dtype: random_items(size, shape) for dtype, size in ITEM_SIZES.items()}
-    size = write_data_file(path, [piece(k, items, k) for k, items in arrays.items()], tag=TAG, rank=3)
+    size = write_data_file(
+        path, [piece(k, items, k) for k, items in arrays.items()], tag=TAG, rank=3
+    )
     assert size == path.stat().st_size
     found = read_all(path, tag=TAG, rank=3)
     assert found.keys() == arrays.keys()
@@ -77,23 +94,40 @@ def test_every_dtype_comes_back(tmp_path, shape, twin):
         assert found[dtype].tobytes() == items.tobytes()
     with open_data_file(path) as file:
         entries = file.header.entries
-        assert (entries["complex64"].dtype, entries["complex64"].shape) == ("float32", (*shape, 2))
+        assert (entries["complex64"].dtype, entries["complex64"].shape) == (
+            "float32",
+            (*shape, 2),
+        )
         assert entries["bfloat16"].shape == shape
         assert file.header.data_start % BLOCK == 0
-        assert all(entry.start % ITEM_SIZES[key] == 0 for key, entry in entries.items()), "elements are aligned"
+        assert all(
+            entry.start % ITEM_SIZES[key] == 0 for key, entry in entries.items()
+        ), "elements are aligned"
 
 
 def test_safetensors_reads_our_files(tmp_path):
     path = tmp_path / "data.safetensors"
-    arrays = {"a": RANDOM.random((30, 70)), "b.ü": np.arange(7, dtype=np.int8), "c": np.float32(3).reshape(())}
+    arrays = {
+        "a": RANDOM.random((30, 70)),
+        "b.ü": np.arange(7, dtype=np.int8),
+        "c": np.float32(3).reshape(()),
+    }
     names = {"a": "float64", "b.ü": "int8", "c": "float32"}
-    write_data_file(path, [piece(k, v, names[k]) for k, v in arrays.items()], tag=TAG, rank=3)
+    write_data_file(
+        path, [piece(k, v, names[k]) for k, v in arrays.items()], tag=TAG, rank=3
+    )
     with safe_open(path, "numpy") as file:
         assert set(file.keys()) == {*arrays, "@xxh3"}
         for key, expected in arrays.items():
             np.testing.assert_array_equal(file.get_tensor(key), expected)
-        data = [arrays[key].tobytes() for key in ("a", "c", "b.ü")]  # larger elements first
-        blocks = [chunk[at : at + BLOCK] for chunk in data for at in range(0, len(chunk), BLOCK)]
+        data = [
+            arrays[key].tobytes() for key in ("a", "c", "b.ü")
+        ]  # larger elements first
+        blocks = [
+            chunk[at : at + BLOCK]
+            for chunk in data
+            for at in range(0, len(chunk), BLOCK)
+        ]
         sums = [xxhash.xxh3_64_intdigest(block.ljust(BLOCK, b"\0")) for block in blocks]
         assert file.get_tensor("@xxh3").tolist() == sums
         assert file.metadata()["tag"] == TAG
@@ -101,10 +135,16 @@ def test_safetensors_reads_our_files(tmp_path):
 
 def test_we_read_files_of_safetensors(tmp_path, twin):
     path = tmp_path / "foreign.safetensors"
-    arrays = {"w": RANDOM.random((40, 50)).astype(np.float32), "b": np.arange(5), "z": np.zeros((0, 3), np.float16)}
+    arrays = {
+        "w": RANDOM.random((40, 50)).astype(np.float32),
+        "b": np.arange(5),
+        "z": np.zeros((0, 3), np.float16),
+    }
     save_file(arrays, path, metadata={"format": "pt"})
     found = read_all(path, ours=False)
-    assert {key: items.tobytes() for key, items in found.items()} == {k: v.tobytes() for k, v in arrays.items()}
+    assert {key: items.tobytes() for key, items in found.items()} == {
+        k: v.tobytes() for k, v in arrays.items()
+    }
     with open_data_file(path, ours=False) as file:
         assert file.header.metadata == {"format": "pt"}
     with pytest.raises(CheckpointError, match="begins with its checksum"):
@@ -119,15 +159,27 @@ def test_we_read_files_of_safetensors(tmp_path, twin):
 def test_boxes_are_numpys_slices(tmp_path_factory, data):
     item_size = data.draw(st.sampled_from([1, 2, 4, 8]))
     shape = tuple(
-        data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 40, 700]), max_size=4).filter(lambda s: np.prod(s) < 2e5))
+        data.draw(
+            st.lists(st.sampled_from([1, 2, 3, 5, 40, 700]), max_size=4).filter(
+                lambda s: np.prod(s) < 2e5
+            )
+        )
     )
     items = random_items(item_size, shape)
     path = tmp_path_factory.mktemp("box") / "data.safetensors"
     write(path, before=random_items(8, (3,)), w=items)
-    spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    spans = [
+        sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+        for n in shape
+    ]
     lengths = tuple(end - start for start, end in spans)
-    around = np.zeros([2 * n + 3 for n in lengths], items.dtype)  # a box of a larger array, perhaps turned
-    place = tuple(slice(1, 1 + 2 * n, 2) if data.draw(st.booleans()) else slice(2, 2 + n) for n in lengths)
+    around = np.zeros(
+        [2 * n + 3 for n in lengths], items.dtype
+    )  # a box of a larger array, perhaps turned
+    place = tuple(
+        slice(1, 1 + 2 * n, 2) if data.draw(st.booleans()) else slice(2, 2 + n)
+        for n in lengths
+    )
     wanted = np.zeros_like(around)
     wanted[place] = items[tuple(slice(*span) for span in spans)]
     kept = checksum.fast
@@ -138,7 +190,13 @@ def test_boxes_are_numpys_slices(tmp_path_factory, data):
                 checksum.fast = compiled
                 try:
                     offsets = [start for start, _ in spans]
-                    read = file.read(file.header.entries["w"], offsets, lengths, around[(*place, ...)], verify=verify)
+                    read = file.read(
+                        file.header.entries["w"],
+                        offsets,
+                        lengths,
+                        around[(*place, ...)],
+                        verify=verify,
+                    )
                 finally:
                     checksum.fast = kept
                 assert around.tobytes() == wanted.tobytes(), "nothing else is touched"
@@ -152,9 +210,15 @@ def test_only_what_is_needed_is_read(tmp_path, twin):
         entry = file.header.entries["w"]
         columns = np.empty((512, 1024), "V4")
         read = file.read(entry, (0, 0), (512, 1024), columns)
-        assert read == columns.nbytes + 8 * (511 * 4 + 1), "blocks, and sums from the first to the last"
-        assert file.read(entry, (0, 0), (512, 1024), columns) == columns.nbytes, "sums are known by now"
-        assert file.read(entry, (7, 9), (1, 1), np.empty((1, 1), "V4"), verify=False) == 4
+        assert read == columns.nbytes + 8 * (511 * 4 + 1), (
+            "blocks, and sums from the first to the last"
+        )
+        assert file.read(entry, (0, 0), (512, 1024), columns) == columns.nbytes, (
+            "sums are known by now"
+        )
+        assert (
+            file.read(entry, (7, 9), (1, 1), np.empty((1, 1), "V4"), verify=False) == 4
+        )
         assert file.read(entry, (7, 9), (1, 1), np.empty((1, 1), "V4")) == BLOCK
 
 
@@ -193,7 +257,13 @@ def test_a_wrong_box_is_refused(tmp_path):
 def small(tmp_path):
     """A file with several chunks, one of more than a block."""
     path = tmp_path / "small.safetensors"
-    write(path, w=random_items(4, (25, 45)), b=random_items(2, (7,)), s=random_items(8, ()), m=random_items(1, (3, 3)))
+    write(
+        path,
+        w=random_items(4, (25, 45)),
+        b=random_items(2, (7,)),
+        s=random_items(8, ()),
+        m=random_items(1, (3, 3)),
+    )
     return path
 
 
@@ -234,7 +304,9 @@ def test_damage_says_where(small, twin):
         with pytest.raises(CheckpointError, match=place):
             file.verify(entry)
         file.read(entry, (0, 0), (25, 45), np.empty((25, 45), "V4"), verify=False)
-        file.read(entry, (0, 0), (20, 45), np.empty((20, 45), "V4"))  # the first block is whole
+        file.read(
+            entry, (0, 0), (20, 45), np.empty((20, 45), "V4")
+        )  # the first block is whole
 
 
 def test_a_file_cut_short_while_it_is_open(small, twin):
@@ -271,7 +343,9 @@ def test_what_is_no_data_file(small, tmp_path):
         with pytest.raises(CheckpointError, match=f"{name}: .*{told}"):
             open_data_file(tmp_path / name)
     open_data_file(tmp_path / "link", follow_links=True).close()
-    with pytest.raises(CheckpointError, match=r"__metadata__.tag: .*another checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"__metadata__.tag: .*another checkpoint"
+    ):
         open_data_file(small, tag="f" * 16)
     with pytest.raises(CheckpointError, match="rank: 5 was expected, 3 came"):
         open_data_file(small, tag=TAG, rank=5)
@@ -301,9 +375,19 @@ def head_of(header):
 
 def good():
     """A header, and the bytes that must follow it."""
-    metadata = {"crc32": "00000000", "format": "hyper_parallel", "version": "1", "tag": TAG, "rank": "3"}
+    metadata = {
+        "crc32": "00000000",
+        "format": "hyper_parallel",
+        "version": "1",
+        "tag": TAG,
+        "rank": "3",
+    }
     w = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-    return {"__metadata__": metadata, "w": w, "@xxh3": {"dtype": "U64", "shape": [1], "data_offsets": [24, 32]}}, 32
+    return {
+        "__metadata__": metadata,
+        "w": w,
+        "@xxh3": {"dtype": "U64", "shape": [1], "data_offsets": [24, 32]},
+    }, 32
 
 
 def test_a_header_that_others_make_is_read():
@@ -314,7 +398,11 @@ def test_a_header_that_others_make_is_read():
 
 
 WRONG = {
-    "version": (("__metadata__", "version"), "7", "newer version 7, this library reads up to 1"),
+    "version": (
+        ("__metadata__", "version"),
+        "7",
+        "newer version 7, this library reads up to 1",
+    ),
     "version text": (("__metadata__", "version"), "one", "version"),
     "format": (("__metadata__", "format"), "pt", "format"),
     "tag": (("__metadata__", "tag"), "../../etc/passwd", "tag"),
@@ -363,13 +451,28 @@ def test_other_wrong_headers():
     del at_names["w"]
     no_sums = {key: value for key, value in header.items() if key != "@xxh3"}
     no_shape = {**header, "w": {"dtype": "F32", "data_offsets": [0, 24]}}
-    surrogate = {**header, "\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
-    for wrong, size_of in [(at_names, size), (no_sums, 24), (no_shape, size), (surrogate, size), ({}, 0)]:
+    surrogate = {
+        **header,
+        "\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},
+    }
+    for wrong, size_of in [
+        (at_names, size),
+        (no_sums, 24),
+        (no_shape, size),
+        (surrogate, size),
+        ({}, 0),
+    ]:
         head = head_of(wrong)
         with pytest.raises(CheckpointError):
             parse_header(head, len(head) + size_of, "f")
     head = head_of(header)
-    for wrong_head in [b"", head[:7], head[:-1], head + b" ", struct.pack("<Q", 2**63) + head[8:]]:
+    for wrong_head in [
+        b"",
+        head[:7],
+        head[:-1],
+        head + b" ",
+        struct.pack("<Q", 2**63) + head[8:],
+    ]:
         with pytest.raises(CheckpointError):
             parse_header(wrong_head, len(head) + size, "f")
     for text in [
@@ -382,20 +485,39 @@ def test_other_wrong_headers():
         b'{"a":' + b"9" * 5000 + b"}",
     ]:
         with pytest.raises(CheckpointError):
-            parse_header(struct.pack("<Q", len(text)) + text, 8 + len(text), "f", ours=False)
+            parse_header(
+                struct.pack("<Q", len(text)) + text, 8 + len(text), "f", ours=False
+            )
 
 
-@pytest.mark.parametrize("keys", [["a", "a"], ["@xxh3"], ["@x"], ["__metadata__"], ["\ud800"]])
+@pytest.mark.parametrize(
+    "keys", [["a", "a"], ["@xxh3"], ["@x"], ["__metadata__"], ["\ud800"]]
+)
 def test_keys_that_cannot_be_written(keys, tmp_path):
     with pytest.raises(CheckpointError, match="rename"):
-        write_data_file(tmp_path / "data", [piece(key, random_items(4, (2,))) for key in keys], tag=TAG, rank=0)
+        write_data_file(
+            tmp_path / "data",
+            [piece(key, random_items(4, (2,))) for key in keys],
+            tag=TAG,
+            rank=0,
+        )
     assert not list(tmp_path.iterdir())
 
 
 # --- writing
 
 
-PHASES = ["created", "header", "data", "data", "data", "sums", "synced", "renamed", "folder synced"]
+PHASES = [
+    "created",
+    "header",
+    "data",
+    "data",
+    "data",
+    "sums",
+    "synced",
+    "renamed",
+    "folder synced",
+]
 
 
 def test_a_file_is_whole_or_absent_in_every_phase(tmp_path, monkeypatch):
@@ -409,7 +531,13 @@ def test_a_file_is_whole_or_absent_in_every_phase(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data_file, "phase", look)
     (tmp_path / "data.tmp").write_bytes(b"what a crash left")
-    write_data_file(path, [piece(k, v) for k, v in arrays.items()], tag=TAG, rank=3, progress=steps.append)
+    write_data_file(
+        path,
+        [piece(k, v) for k, v in arrays.items()],
+        tag=TAG,
+        rank=3,
+        progress=steps.append,
+    )
     assert [name for name, _ in seen] == PHASES
     assert [name for name, exists in seen if exists] == ["renamed", "folder synced"]
     assert sum(steps) == 360_018
@@ -442,7 +570,9 @@ def test_short_writes_and_a_full_disk(tmp_path, monkeypatch):
     write(tmp_path / "data", w=items)
     assert read_all(tmp_path / "data")["w"].tobytes() == items.tobytes()
     room[0] = 20_000
-    with pytest.raises(CheckpointError, match="full: cannot be written: No space left on device"):
+    with pytest.raises(
+        CheckpointError, match="full: cannot be written: No space left on device"
+    ):
         write(tmp_path / "full", w=items)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
@@ -458,7 +588,9 @@ def test_what_the_system_refuses(tmp_path, monkeypatch, call):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        with pytest.raises(CheckpointError, match="data: cannot be written: Read-only file system") as caught:
+        with pytest.raises(
+            CheckpointError, match="data: cannot be written: Read-only file system"
+        ) as caught:
             write(tmp_path / "data", w=random_items(4, (3,)))
     assert caught.value.file == str(tmp_path / "data")
     assert not list(tmp_path.iterdir())
@@ -468,5 +600,10 @@ def test_a_missing_folder_and_wrong_memory(tmp_path):
     with pytest.raises(CheckpointError, match="No such file or directory"):
         write(tmp_path / "missing" / "data", w=random_items(4, (3,)))
     with pytest.raises(CheckpointError, match="w: 12 bytes were expected, 5 came"):
-        write_data_file(tmp_path / "x", [Piece("w", "float32", (3,), lambda: np.zeros(5, np.uint8))], tag=TAG, rank=0)
+        write_data_file(
+            tmp_path / "x",
+            [Piece("w", "float32", (3,), lambda: np.zeros(5, np.uint8))],
+            tag=TAG,
+            rank=0,
+        )
     assert not list(Path(tmp_path).iterdir())

@@ -15,7 +15,9 @@ FINE = {"device": "cpu", "kind": "cpu", "backend": "gloo", "seconds": 1.0}
 
 def run(*arguments):
     result = CliRunner().invoke(application, ["doctor", *arguments])
-    return result.exit_code, {line[8:33].strip(): line for line in result.stdout.splitlines()}
+    return result.exit_code, {
+        line[8:33].strip(): line for line in result.stdout.splitlines()
+    }
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def machine(monkeypatch):
     """Sets what is installed, and how the round trips end."""
 
     def make(*installed, trip=(FINE, "")):
-        monkeypatch.setattr(command, "find_spec", lambda name: object() if name in installed else None)
+        monkeypatch.setattr(
+            command, "find_spec", lambda name: object() if name in installed else None
+        )
         monkeypatch.setattr(command, "_round_trip", lambda name, timeout: trip)
         monkeypatch.setattr(command.metadata, "version", lambda name: "1.2.3")
 
@@ -58,7 +62,9 @@ def test_one_framework_is_enough(machine, monkeypatch):
     assert code == 0
     assert lines["torch"] == f"ok      {'torch':<24} 1.2.3"
     assert lines["mindspore"].startswith("note ")
-    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "mindspore")  # then it is the one that is needed
+    monkeypatch.setenv(
+        "HYPER_PARALLEL_PLATFORM", "mindspore"
+    )  # then it is the one that is needed
     code, lines = run()
     assert (code, lines["mindspore"][:6]) == (1, "broken")
 
@@ -87,14 +93,27 @@ def test_a_framework_that_does_not_work_is_told_with_a_remedy(machine):
 def test_a_process_that_fails_or_hangs_is_told():
     facts, problem = command._round_trip("nonsense", 100)
     assert facts == {}
-    assert "HYPER_PARALLEL_PLATFORM must be 'torch' or 'mindspore', got 'nonsense'" in problem
+    assert (
+        "HYPER_PARALLEL_PLATFORM must be 'torch' or 'mindspore', got 'nonsense'"
+        in problem
+    )
     assert command._round_trip("torch", 0.05) == ({}, "no answer after 0.05 s")
 
 
 def test_little_room_is_told_with_a_remedy():
-    assert command._enough("disk", 5 << 30, " here", "remedy") == command.Finding("ok", "disk", "5.0 GiB free here")
+    assert command._enough("disk", 5 << 30, " here", "remedy") == command.Finding(
+        "ok", "disk", "5.0 GiB free here"
+    )
     little = command._enough("shared memory", 64 << 20, "", "remedy")
-    assert str(little).split() == ["note", "shared", "memory", "64.0", "MiB", "free;", "remedy"]
+    assert str(little).split() == [
+        "note",
+        "shared",
+        "memory",
+        "64.0",
+        "MiB",
+        "free;",
+        "remedy",
+    ]
     assert command._enough("memory", None, "", "").state == "note"
 
 
@@ -103,10 +122,21 @@ def test_shells_complete_commands_and_values():
     code = "import sys; from hyper_parallel.cli import main; sys.argv = ['hyper-parallel']; main()"
 
     def completed(*words):
-        surroundings = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "PATH": ""}
+        surroundings = {
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+            "PATH": "",
+        }
         surroundings["_HYPER_PARALLEL_COMPLETE"] = "complete_bash"
         command_line = [sys.executable, "-c", code]
-        run = subprocess.run(command_line, env=surroundings, capture_output=True, text=True, timeout=60, check=True)
+        run = subprocess.run(
+            command_line,
+            env=surroundings,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         return run.stdout.split()
 
     assert completed("hyper-parallel", "do") == ["doctor"]
@@ -114,4 +144,6 @@ def test_shells_complete_commands_and_values():
 
 
 def test_unknown_options_exit_with_2():
-    assert CliRunner().invoke(application, ["doctor", "--framework", "jax"]).exit_code == 2
+    assert (
+        CliRunner().invoke(application, ["doctor", "--framework", "jax"]).exit_code == 2
+    )

@@ -24,7 +24,18 @@ def qkv(dim=0):
 
 def test_it_is_a_shard_with_sections():
     assert qkv() == FusedShard(0, [16, 8, 8]) == FusedShard(dim=0, sections=(16, 8, 8))
-    assert len({qkv(), FusedShard(0, [16, 8, 8]), FusedShard(0, (8, 16, 8)), Shard(0), FusedShard(0, (32,))}) == 4
+    assert (
+        len(
+            {
+                qkv(),
+                FusedShard(0, [16, 8, 8]),
+                FusedShard(0, (8, 16, 8)),
+                Shard(0),
+                FusedShard(0, (32,)),
+            }
+        )
+        == 4
+    )
     assert str(qkv()) == "F(0; 16+8+8)"
     assert qkv().is_shard(0)
     assert not qkv().is_shard(1)
@@ -69,7 +80,10 @@ def test_a_layout_keeps_them():
 @pytest.mark.parametrize("sections", SECTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_shards(sections, ranks):
-    layout, shape = Layout((ranks,), ("tp",))([FusedShard(1, sections)]), (3, sum(sections))
+    layout, shape = (
+        Layout((ranks,), ("tp",))([FusedShard(1, sections)]),
+        (3, sum(sections)),
+    )
     whole = torch.arange(3 * shape[1]).view(shape)
     together = 0
     for place in range(ranks):
@@ -113,9 +127,14 @@ def test_sections_must_add_up():
             ask((31, 5), (0,))
 
 
-@pytest.mark.parametrize("others", [[Shard(0), qkv()], [qkv(), Shard(0)], [qkv(), qkv()], [StridedShard(0, 4), qkv()]])
+@pytest.mark.parametrize(
+    "others",
+    [[Shard(0), qkv()], [qkv(), Shard(0)], [qkv(), qkv()], [StridedShard(0, 4), qkv()]],
+)
 def test_no_other_axis_cuts_the_dim(others):
-    with pytest.raises(ValueError, match=r"dim 0 is cut section by section.*'dp', 'tp'"):
+    with pytest.raises(
+        ValueError, match=r"dim 0 is cut section by section.*'dp', 'tp'"
+    ):
         GRID(others).bind(2)
 
 

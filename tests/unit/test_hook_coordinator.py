@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hyper_parallel.core.pipeline_parallel import HookCoordinator
-from hyper_parallel.core.pipeline_parallel.hook_coordinator import HookCoordinator as FromItsModule
+from hyper_parallel.core.pipeline_parallel.hook_coordinator import (
+    HookCoordinator as FromItsModule,
+)
 
 COMM, COMPUTE = HookCoordinator.COMM, HookCoordinator.COMPUTE
 SHORT = 0.05  # long enough to see that a thread waits
@@ -66,8 +68,12 @@ def test_is_exported():
     assert (COMM, COMPUTE) == ("COMM", "COMPUTE")
 
 
-@pytest.mark.parametrize("notifies", ["never", "once", "twice", "as the platform's hooks do"])
-def test_each_round_has_one_comm_that_is_launched_before_the_other_computes(coordinator, notifies):
+@pytest.mark.parametrize(
+    "notifies", ["never", "once", "twice", "as the platform's hooks do"]
+)
+def test_each_round_has_one_comm_that_is_launched_before_the_other_computes(
+    coordinator, notifies
+):
     rounds = 300
     log = []  # appends are atomic
 
@@ -88,7 +94,10 @@ def test_each_round_has_one_comm_that_is_launched_before_the_other_computes(coor
             role = COMM if role == COMPUTE else COMPUTE
         coordinator.disable()
 
-    assert in_threads(lambda: side("x", COMM), lambda: side("y", COMPUTE)) == [None, None]
+    assert in_threads(lambda: side("x", COMM), lambda: side("y", COMPUTE)) == [
+        None,
+        None,
+    ]
     place = {event: at for at, event in enumerate(log)}
     for number in range(rounds):
         comm, compute = ("x", "y") if number % 2 == 0 else ("y", "x")
@@ -96,7 +105,10 @@ def test_each_round_has_one_comm_that_is_launched_before_the_other_computes(coor
         assert place[number, comm, "comes", COMM] < comm_goes_on
         assert place[number, compute, "comes", COMPUTE] < comm_goes_on
         # After the last round a side may be let go by disable() instead.
-        assert place[number, comm, "launches", COMM] < place[number, compute, "goes on", COMPUTE]
+        assert (
+            place[number, comm, "launches", COMM]
+            < place[number, compute, "goes on", COMPUTE]
+        )
 
 
 def test_comm_waits_for_compute_and_compute_for_the_launch(coordinator):
@@ -127,7 +139,9 @@ def test_a_notify_before_both_have_come_is_for_no_round(coordinator):
     coordinator.notify_dispatched(COMM)  # nobody is here
     comm = start(coordinator.rendezvous, COMM)
     until_someone_waits(coordinator)
-    coordinator.notify_dispatched(COMM)  # comm still waits: it cannot have launched anything
+    coordinator.notify_dispatched(
+        COMM
+    )  # comm still waits: it cannot have launched anything
     compute = start(coordinator.rendezvous, COMPUTE)
     assert comm.ended()
     assert compute.waits()
@@ -221,7 +235,9 @@ def meets_once(coordinator):
 def test_a_partner_that_never_comes_is_named(role, missing):
     coordinator = HookCoordinator(timeout=SHORT)
     coordinator.enable()
-    with pytest.raises(TimeoutError, match=f"waited 0.05 s as {role}, but no side came as {missing}") as caught:
+    with pytest.raises(
+        TimeoutError, match=f"waited 0.05 s as {role}, but no side came as {missing}"
+    ) as caught:
         coordinator.rendezvous(role)
     # Who comes too late hears of it at once.
     with pytest.raises(RuntimeError) as late:
@@ -244,7 +260,9 @@ def test_a_launch_that_never_comes_is_named():
 
 @pytest.mark.parametrize("role", [COMM, COMPUTE])
 def test_both_in_the_same_role_is_an_error_on_both(coordinator, role):
-    errors = in_threads(lambda: coordinator.rendezvous(role), lambda: coordinator.rendezvous(role))
+    errors = in_threads(
+        lambda: coordinator.rendezvous(role), lambda: coordinator.rendezvous(role)
+    )
     for error in errors:
         assert isinstance(error, RuntimeError)
         assert f"both sides came as {role}" in str(error)
@@ -255,7 +273,9 @@ def test_both_in_the_same_role_is_an_error_on_both(coordinator, role):
 def test_an_unknown_role_is_refused(coordinator, call, enabled):
     if not enabled:
         coordinator.disable()
-    with pytest.raises(ValueError, match=f"{call}: role must be 'COMM' or 'COMPUTE', got 'comm'"):
+    with pytest.raises(
+        ValueError, match=f"{call}: role must be 'COMM' or 'COMPUTE', got 'comm'"
+    ):
         getattr(coordinator, call)("comm")
     assert coordinator.is_enabled() is enabled
 
@@ -342,7 +362,10 @@ def test_the_side_that_has_finished_lets_the_other_run_on(coordinator):
 def test_sides_need_not_stay_on_their_threads(coordinator):
     """With CUDA a backward runs in autograd's threads: each rendezvous here comes from a new thread."""
     for number in range(20):
-        comm, compute = start(coordinator.rendezvous, COMM), start(coordinator.rendezvous, COMPUTE)
+        comm, compute = (
+            start(coordinator.rendezvous, COMM),
+            start(coordinator.rendezvous, COMPUTE),
+        )
         assert comm.ended()
         assert not compute.ended(0.002), number
         from_elsewhere = start(coordinator.notify_dispatched, COMM)
@@ -357,7 +380,10 @@ def test_leaving_a_side_lets_the_other_run_on(coordinator):
                 coordinator.rendezvous(role)
 
     # The last COMM says nothing more, and COMM then has nobody to meet.
-    assert in_threads(lambda: side([COMM]), lambda: side([COMPUTE, COMM, COMPUTE])) == [None, None]
+    assert in_threads(lambda: side([COMM]), lambda: side([COMPUTE, COMM, COMPUTE])) == [
+        None,
+        None,
+    ]
     assert not coordinator.is_enabled()
     coordinator.enable()
     meets_once(coordinator)

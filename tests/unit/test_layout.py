@@ -17,7 +17,20 @@ GRID = Layout((2, 4), ("dp", "tp"))
 
 def test_placements_are_values():
     assert Shard(0) == Shard(0) != Shard(1)
-    assert len({Shard(0), Shard(0), StridedShard(0, 2), Replicate(), Replicate(), Partial(), Partial("sum")}) == 4
+    assert (
+        len(
+            {
+                Shard(0),
+                Shard(0),
+                StridedShard(0, 2),
+                Replicate(),
+                Replicate(),
+                Partial(),
+                Partial("sum"),
+            }
+        )
+        == 4
+    )
     assert [str(p) for p in (Shard(0), Replicate(), Partial(), Partial("max"), StridedShard(1, 2))] == [
         "S(0)", "R", "P", "P(max)", "S(1, 2)",
     ]  # fmt: skip
@@ -33,14 +46,19 @@ def test_placements_are_values():
     assert all(isinstance(p, Placement) for p in (Shard(0), Replicate(), Partial()))
 
 
-@pytest.mark.parametrize("make", [lambda: Shard("0"), lambda: Shard(True), lambda: StridedShard(0, 1.5)])
+@pytest.mark.parametrize(
+    "make", [lambda: Shard("0"), lambda: Shard(True), lambda: StridedShard(0, 1.5)]
+)
 def test_placements_of_wrong_types(make):
     with pytest.raises(TypeError, match="must be an int"):
         make()
 
 
 def test_placements_of_wrong_values():
-    with pytest.raises(ValueError, match="reduce_op must be one of sum, avg, max, min, prod, got 'mean'"):
+    with pytest.raises(
+        ValueError,
+        match="reduce_op must be one of sum, avg, max, min, prod, got 'mean'",
+    ):
         Partial("mean")
     with pytest.raises(ValueError, match="split_factor must be at least 1"):
         StridedShard(0, 0)
@@ -49,7 +67,12 @@ def test_placements_of_wrong_values():
 def test_both_forms_say_the_same():
     layout = GRID("dp", "None")
     assert layout.placements == (Shard(0), Replicate())
-    assert layout is GRID("dp", None) is GRID([Shard(0), Replicate()]).bind(2) is GRID([Shard(-2), Replicate()]).bind(2)
+    assert (
+        layout
+        is GRID("dp", None)
+        is GRID([Shard(0), Replicate()]).bind(2)
+        is GRID([Shard(-2), Replicate()]).bind(2)
+    )
     assert layout.alias_placements == ("dp", "None")
     assert layout.tensor_map == (1, -1)
     assert GRID([Shard(0), Shard(0)]).placement_to_tensor_map(2) == ((1, 0), -1)
@@ -66,7 +89,14 @@ def test_another_order_is_a_strided_shard():
     assert layout.tensor_map == ((0, 1), -1)
     assert layout is GRID([StridedShard(0, 4), Shard(0)]).bind(2)
     three = Layout((2, 3, 5), ("a", "b", "c"))
-    for order in (("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a"), ("c", "a", "b"), ("b", "a", "c"), ("a", "c", "b")):
+    for order in (
+        ("a", "b", "c"),
+        ("c", "b", "a"),
+        ("b", "c", "a"),
+        ("c", "a", "b"),
+        ("b", "a", "c"),
+        ("a", "c", "b"),
+    ):
         layout = three(order)
         assert layout.alias_placements == (order,)
         assert three(list(layout.placements)).bind(1) is layout
@@ -95,7 +125,9 @@ def test_pending_reductions():
     assert pending.reset_partial() is layout
     with pytest.raises(ValueError, match="axis 'dp' cuts the tensor"):
         layout.set_partial_by_dev_axis("dp", "sum")
-    with pytest.raises(ValueError, match="reductions by max and by sum cannot be pending together"):
+    with pytest.raises(
+        ValueError, match="reductions by max and by sum cannot be pending together"
+    ):
         GRID([Partial(), Partial("max")])
     assert GRID([Partial(), Partial("avg")]).is_partial()
 
@@ -131,19 +163,26 @@ def test_as_text_and_data():
 def test_shards_are_those_of_torch_chunk(drawn):
     layout, shape = drawn
     for rank, coordinate in enumerate(
-        torch.cartesian_prod(*(torch.arange(n) for n in layout.mesh_shape)).reshape(8, -1)
+        torch.cartesian_prod(*(torch.arange(n) for n in layout.mesh_shape)).reshape(
+            8, -1
+        )
     ):
         assert layout.mesh.coordinate_of(rank) == tuple(coordinate.tolist())
         expected = []
         for size, axes in zip(shape, layout.dim_axes, strict=True):
             indices = torch.arange(size)
             for axis in axes:
-                pieces = list(indices.chunk(layout.mesh_shape[axis])) + [indices[:0]] * layout.mesh_shape[axis]
+                pieces = (
+                    list(indices.chunk(layout.mesh_shape[axis]))
+                    + [indices[:0]] * layout.mesh_shape[axis]
+                )
                 indices = pieces[coordinate[axis]]
             expected.append(indices.tolist())
         shard = layout.shard_of(shape, coordinate.tolist())
         assert [list(range(start, start + size)) for start, size in shard] == expected
-        assert layout.local_shape(shape, coordinate.tolist()) == tuple(len(e) for e in expected)
+        assert layout.local_shape(shape, coordinate.tolist()) == tuple(
+            len(e) for e in expected
+        )
     again = pickle.loads(pickle.dumps(layout))
     assert again is layout
 
@@ -154,11 +193,20 @@ def test_shards_are_those_of_torch_chunk(drawn):
         (lambda: GRID("cp", "None"), "unknown axis 'cp'; the mesh has dp, tp"),
         (lambda: GRID("dp", "dp"), "axis 'dp' is used twice"),
         (lambda: GRID(("dp", "dp"), "None"), "axis 'dp' is used twice"),
-        (lambda: GRID(1, "None"), "expected 'None', an axis or a tuple of axes for each dim, got 1"),
+        (
+            lambda: GRID(1, "None"),
+            "expected 'None', an axis or a tuple of axes for each dim, got 1",
+        ),
         (lambda: GRID([Shard(0)]), "expected 2 placements, one for each axis"),
         (lambda: GRID([Shard(0), "tp"]), "expected placements .* got 'tp'"),
-        (lambda: GRID([Shard(2), Replicate()]).bind(2), "axis 'dp' cuts dim 2, but the tensor has 2 dims"),
-        (lambda: GRID([StridedShard(0, 3), Shard(0)]).bind(1), "the split factor 3 on axis 'dp' is not made by"),
+        (
+            lambda: GRID([Shard(2), Replicate()]).bind(2),
+            "axis 'dp' cuts dim 2, but the tensor has 2 dims",
+        ),
+        (
+            lambda: GRID([StridedShard(0, 3), Shard(0)]).bind(1),
+            "the split factor 3 on axis 'dp' is not made by",
+        ),
         (lambda: GRID("dp").bind(2), "is for tensors of 1 dims, not of 2"),
         (lambda: GRID([Shard(0), Replicate()]).tensor_map, r"bind\(ndim\) first"),
         (lambda: GRID.partial, "has no placements yet"),

@@ -49,7 +49,11 @@ def test_a_text_is_printed_as_it_was_written(text):
 def test_a_text_is_a_value():
     text = "... {dim=v}@, (h g),+j->[... d!]"
     assert parse(text) == Notation(
-        (Tensor((Rest(), At("dim", "v", "@"))), Tensor((Merged(("h", "g")),)), Tensor((Named("j"),), added=True)),
+        (
+            Tensor((Rest(), At("dim", "v", "@"))),
+            Tensor((Merged(("h", "g")),)),
+            Tensor((Named("j"),), added=True),
+        ),
         (Tensor((Rest(), Named("d", "!")), listed=True),),
     )
     assert parse(text).marks == {"v": "@", "d": "!"}
@@ -116,7 +120,9 @@ def test_an_equation_has_a_factor_a_letter(equation, text):
     assert from_equation(equation) == text
 
 
-@pytest.mark.parametrize(("equation", "position"), [("ij,j2->i", 4), ("ij->i->j", 2), ("i..j->i", 1)])
+@pytest.mark.parametrize(
+    ("equation", "position"), [("ij,j2->i", 4), ("ij->i->j", 2), ("i..j->i", 1)]
+)
 def test_an_equation_that_cannot_be_read_is_pointed_at(equation, position):
     with pytest.raises(NotationError) as caught:
         from_equation(equation)
@@ -128,7 +134,11 @@ MARKS = st.sampled_from(["", "!"])
 DIMS = st.one_of(
     st.builds(Named, NAMES, MARKS),
     st.lists(NAMES, min_size=1, max_size=3).flatmap(
-        lambda names: st.builds(Merged, st.just(tuple(names)), st.sampled_from([(), tuple(dict.fromkeys(names))]))
+        lambda names: st.builds(
+            Merged,
+            st.just(tuple(names)),
+            st.sampled_from([(), tuple(dict.fromkeys(names))]),
+        )
     ),
     st.builds(At, NAMES, st.sampled_from(["", "1", "a"]), MARKS),
 )

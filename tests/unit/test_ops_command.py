@@ -113,9 +113,15 @@ def test_every_operator_is_listed_once_in_its_family():
     lines = result.stdout.splitlines()
     assert lines[0] == f"{len(OPERATORS)} operators of torch:"
     assert sum(int(line.split()[0]) for line in lines[1:5]) == len(OPERATORS)
-    listed = [name for line in lines[5:] if line.startswith("  ") for name in line.split()]
+    listed = [
+        name for line in lines[5:] if line.startswith("  ") for name in line.split()
+    ]
     assert sorted(listed) == sorted(OPERATORS)
-    families = {line.rpartition(" ")[0] for line in lines if line.endswith(")") and not line.startswith(" ")}
+    families = {
+        line.rpartition(" ")[0]
+        for line in lines
+        if line.endswith(")") and not line.startswith(" ")
+    }
     assert {"pointwise", "linear algebra", "views", "random"} <= families
     assert OPERATORS["relu"].family.endswith("ops.pointwise")
 
@@ -128,13 +134,21 @@ def test_a_rule_is_told_in_notation_and_in_words():
     assert "n           may be cut, and the result is cut there" in text
     assert "a pending sum or avg passes in operand 0; or in operand 1" in text
     assert "{dim}       must be whole" in run("softmax").stdout
-    assert "v           may be cut: what a rank does not have counts as zero" in run("embedding").stdout
+    assert (
+        "v           may be cut: what a rank does not have counts as zero"
+        in run("embedding").stdout
+    )
     assert "done by a function of its own" in run("uniform_").stdout
 
 
 @pytest.mark.parametrize(
     ("spelled", "name"),
-    [("torch.Tensor.add_", "add"), ("concat", "cat"), ("__matmul__", "matmul"), ("torch.nn.functional.relu", "relu")],
+    [
+        ("torch.Tensor.add_", "add"),
+        ("concat", "cat"),
+        ("__matmul__", "matmul"),
+        ("torch.nn.functional.relu", "relu"),
+    ],
 )
 def test_other_names_lead_to_the_operator(spelled, name):
     result = run(spelled)
@@ -143,22 +157,34 @@ def test_other_names_lead_to_the_operator(spelled, name):
 
 
 def test_methods_that_are_the_operator_are_told():
-    assert "Tensor.__add__, Tensor.__iadd__, Tensor.__radd__, Tensor.add, Tensor.add_" in run("add").stdout
+    assert (
+        "Tensor.__add__, Tensor.__iadd__, Tensor.__radd__, Tensor.add, Tensor.add_"
+        in run("add").stdout
+    )
 
 
 def test_near_names_are_suggested():
     result = run("softmaxx")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: softmaxx is no operator that is known here; did you mean softmax, ")
+    assert result.stderr.startswith(
+        "error: softmaxx is no operator that is known here; did you mean softmax, "
+    )
     result = run("torch.nn.functional.threshold_backward_of_nothing")
     assert result.exit_code == 2
-    assert "softmax" in run("ftmax").stderr  # longer names come before those that look alike
+    assert (
+        "softmax" in run("ftmax").stderr
+    )  # longer names come before those that look alike
     assert "did you mean" not in run("grouped_frobnication").stderr
     for name in ("_grouped_mm", "torch._grouped_mm", "aten._grouped_mm.default"):
         result = run(name)  # as a warning names it
-        assert result.stderr.startswith(f"error: {name} has no rule, so it runs on whole tensors, with a warning; ")
+        assert result.stderr.startswith(
+            f"error: {name} has no rule, so it runs on whole tensors, with a warning; "
+        )
         assert "did you mean" not in result.stderr
-    assert "(of torch; --framework mindspore asks for those of mindspore)" in run("softmaxx").stderr
+    assert (
+        "(of torch; --framework mindspore asks for those of mindspore)"
+        in run("softmaxx").stderr
+    )
     result = run("get_device")  # torch has it, the tables do not
     assert "has no rule, so it runs on whole tensors" in result.stderr
 
@@ -167,8 +193,13 @@ def test_rules_of_ones_own_are_checked(own):
     result = run("--check", f"{own}:HalvedRule")
     assert result.exit_code == 0
     assert result.stdout.startswith("right: halved: ... -> ...\n")
-    assert "comparisons held on meshes (2,), (4,), (2, 2), operands of shapes (4, 5)" in result.stdout
-    assert run("--check", f"{own}:Halved", "--shapes", "7").exit_code == 0  # the function that has the rule
+    assert (
+        "comparisons held on meshes (2,), (4,), (2, 2), operands of shapes (4, 5)"
+        in result.stdout
+    )
+    assert (
+        run("--check", f"{own}:Halved", "--shapes", "7").exit_code == 0
+    )  # the function that has the rule
 
 
 def test_a_wrong_rule_is_found(own):
@@ -207,11 +238,20 @@ def test_what_cannot_be_checked_is_told(own, name, problem):
 
 def test_bad_arguments_are_told(own):
     assert "expected FILE.py:NAME" in run("--check", "nothing").stderr
-    assert "expected shapes like" in run("--check", f"{own}:product", "--shapes", "a").stderr
-    assert "expected NAME=VALUE" in run("--check", f"{own}:SummedRule", "--with", "dim").stderr
+    assert (
+        "expected shapes like"
+        in run("--check", f"{own}:product", "--shapes", "a").stderr
+    )
+    assert (
+        "expected NAME=VALUE"
+        in run("--check", f"{own}:SummedRule", "--with", "dim").stderr
+    )
     assert "not both" in run("add", "--check", f"{own}:product").stderr
     result = run("--check", f"{own}:doubled", "--shapes", "3")
-    assert (result.exit_code, "must use each operand once" in result.stderr) == (2, True)
+    assert (result.exit_code, "must use each operand once" in result.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_tracebacks_are_for_debug(monkeypatch):

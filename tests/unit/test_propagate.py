@@ -18,7 +18,9 @@ SOFTMAX = pointwise("... {dim}! -> ... {dim}!")
 def decide(rule, shapes, placements, attrs=None, mesh=GRID):
     layouts = [None if p is None else mesh(p) for p in placements]
     plan = propagate(rule.bind(shapes, attrs or {}), layouts)
-    wanted = [None if layout is None else list(layout.placements) for layout in plan.operands]
+    wanted = [
+        None if layout is None else list(layout.placements) for layout in plan.operands
+    ]
     return wanted, list(plan.results[0].placements), plan.routes
 
 
@@ -59,7 +61,9 @@ def decide(rule, shapes, placements, attrs=None, mesh=GRID):
 )  # fmt: skip
 def test_decisions(rule, shapes, have, wanted, result, routes):
     attrs = {"dim": -1, "a": 0, "b": 1}
-    found = decide(rule, shapes, have, {k: v for k, v in attrs.items() if f"{{{k}" in rule.text})
+    found = decide(
+        rule, shapes, have, {k: v for k, v in attrs.items() if f"{{{k}" in rule.text}
+    )
     expected = [
         None if p is None else list(GRID(p).bind(len(s)).placements)
         for p, s in zip(wanted or have, shapes, strict=True)
@@ -79,11 +83,17 @@ def test_the_order_in_which_axes_cut_a_dim_is_kept():
 def test_cuts_that_do_not_fit_merged_dims_are_not_made():
     flatten = move("a b -> (a b)")
     line = Layout((4,), ("x",))
-    assert propagate(flatten.bind([(8, 3)]), [line([Shard(0)])]).results[0].placements == (Shard(0),)
-    assert propagate(flatten.bind([(6, 3)]), [line([Shard(0)])]).results[0].placements == (R,)  # 6 rows: 2, 2, 2, 0
+    assert propagate(flatten.bind([(8, 3)]), [line([Shard(0)])]).results[
+        0
+    ].placements == (Shard(0),)
+    assert propagate(flatten.bind([(6, 3)]), [line([Shard(0)])]).results[
+        0
+    ].placements == (R,)  # 6 rows: 2, 2, 2, 0
 
 
 def test_operands_on_different_meshes_are_refused():
     other = Layout((8,), ("x",))
-    with pytest.raises(ValueError, match="rule '..., ... -> ...': the operands must lie on one mesh"):
+    with pytest.raises(
+        ValueError, match="rule '..., ... -> ...': the operands must lie on one mesh"
+    ):
         propagate(ADD.bind([(8,), (8,)]), [GRID([R, R]), other([R])])

@@ -70,30 +70,56 @@ def problems_of(folder, *overrides, nproc=None, text=None):
 
 def test_a_good_recipe_has_its_values_and_the_defaults(folder):
     recipe = read_recipe(folder / "recipe.yaml")
-    assert (recipe.steps, recipe.model.class_, recipe.model.arguments) == (10, "Net", {"width": 8})
+    assert (recipe.steps, recipe.model.class_, recipe.model.arguments) == (
+        10,
+        "Net",
+        {"width": 8},
+    )
     assert (recipe.optimizer.lr, recipe.mesh_shape, recipe.ranks) == (1e-3, (1, 1), 1)
     assert recipe.plan.styles["up"].style == "colwise"
     assert recipe.input_path(recipe.model.file) == folder / "model.py"
-    assert Recipe.model_validate(recipe.values()).values() == json.loads(json.dumps(recipe.values()))
+    assert Recipe.model_validate(recipe.values()).values() == json.loads(
+        json.dumps(recipe.values())
+    )
 
 
 def test_overrides_have_the_types_of_the_schema(folder):
-    changes = ["optimizer.lr=1e-4", "mesh.tp=2", "checkpoints.keep=null", "optimizer.betas=[0.8, 0.9]", "steps=7"]
-    recipe = read_recipe(folder / "recipe.yaml", [*changes, "model.arguments.depth=3", "logging.every=2"], nproc=4)
+    changes = [
+        "optimizer.lr=1e-4",
+        "mesh.tp=2",
+        "checkpoints.keep=null",
+        "optimizer.betas=[0.8, 0.9]",
+        "steps=7",
+    ]
+    recipe = read_recipe(
+        folder / "recipe.yaml",
+        [*changes, "model.arguments.depth=3", "logging.every=2"],
+        nproc=4,
+    )
     assert (recipe.optimizer.lr, recipe.optimizer.betas) == (1e-4, (0.8, 0.9))
     assert (recipe.checkpoints.keep, recipe.steps, recipe.logging.every) == (None, 7, 2)
     assert recipe.model.arguments == {"width": 8, "depth": 3}
-    assert read_recipe(folder / "recipe.yaml", ["data.files=*.md"]).data.files == "*.md"  # which is no YAML
+    assert (
+        read_recipe(folder / "recipe.yaml", ["data.files=*.md"]).data.files == "*.md"
+    )  # which is no YAML
 
 
 def test_the_mesh_takes_what_ranks_there_are(folder):
-    assert read_recipe(folder / "recipe.yaml", ["mesh.tp=2"], nproc=4).mesh_shape == (2, 2)
+    assert read_recipe(folder / "recipe.yaml", ["mesh.tp=2"], nproc=4).mesh_shape == (
+        2,
+        2,
+    )
     assert read_recipe(folder / "recipe.yaml", ["mesh.tp=2"]).mesh_shape == (1, 2)
-    assert read_recipe(folder / "recipe.yaml", ["mesh.dp=2"], nproc=2).path == folder / "recipe.yaml"
+    assert (
+        read_recipe(folder / "recipe.yaml", ["mesh.dp=2"], nproc=2).path
+        == folder / "recipe.yaml"
+    )
 
 
 def test_everything_is_told_at_once_with_its_line(folder):
-    text = GOOD.replace("steps: 10", "stepz: 10\nlr: 3").replace("batch: 4", "batch: four\n  held_out: 2")
+    text = GOOD.replace("steps: 10", "stepz: 10\nlr: 3").replace(
+        "batch: 4", "batch: four\n  held_out: 2"
+    )
     assert problems_of(folder, "optimizer.lrr=1", "mesh.tp=3", text=text, nproc=4) == [
         "line 1: stepz: there is no such key; did you mean steps?",
         "line 2: lr: there is no such key; did you mean optimizer.lr?",
@@ -165,7 +191,9 @@ def test_files_that_are_no_recipes(folder, text, told):
 
 
 def test_a_recipe_that_is_not_there_may_have_another_name(folder):
-    with pytest.raises(RecipeError, match=r"there is no such file; did you mean .*recipe\.yaml\?"):
+    with pytest.raises(
+        RecipeError, match=r"there is no such file; did you mean .*recipe\.yaml\?"
+    ):
         read_recipe(folder / "recipes.yaml")
 
 
@@ -173,20 +201,32 @@ def test_a_recipe_that_is_not_there_may_have_another_name(folder):
 def test_the_examples_are_good(name, monkeypatch):
     from hyper_parallel.recipe import checks
 
-    monkeypatch.setattr(checks, "find_spec", lambda _: object())  # whatever is installed here
-    assert read_recipe(RECIPES / f"{name}.yaml", ["mesh.tp=2"], nproc=4).mesh_shape == (2, 2)
+    monkeypatch.setattr(
+        checks, "find_spec", lambda _: object()
+    )  # whatever is installed here
+    assert read_recipe(RECIPES / f"{name}.yaml", ["mesh.tp=2"], nproc=4).mesh_shape == (
+        2,
+        2,
+    )
 
 
 # --- the command, without training
 
 
 def test_the_command_tells_problems_without_a_traceback(folder):
-    result = CliRunner().invoke(application, ["train", str(folder / "recipe.yaml"), "stepz=3"])
+    result = CliRunner().invoke(
+        application, ["train", str(folder / "recipe.yaml"), "stepz=3"]
+    )
     assert result.exit_code == 2
     told = "override 'stepz=3': stepz: there is no such key; did you mean steps?"
     code = "[HP701: docs/errors.md#hp701]"
-    assert result.stderr == f"error: {folder / 'recipe.yaml'}: one problem {code}\n  {told}\n"
-    result = CliRunner().invoke(application, ["train", str(folder / "recipe.yaml"), "stepz=3", "--debug"])
+    assert (
+        result.stderr
+        == f"error: {folder / 'recipe.yaml'}: one problem {code}\n  {told}\n"
+    )
+    result = CliRunner().invoke(
+        application, ["train", str(folder / "recipe.yaml"), "stepz=3", "--debug"]
+    )
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
 
@@ -198,7 +238,13 @@ def test_a_recipe_is_checked_without_importing_a_framework(folder):
         f"read_recipe({str(folder / 'recipe.yaml')!r})\n"
         "print([name for name in ('torch', 'mindspore', 'transformers', 'tensorboard') if name in sys.modules])"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert made.stdout == "[]\n"
 
 
@@ -206,7 +252,11 @@ def test_the_page_has_every_key_with_its_default():
     page = (ROOT / "docs" / "train.md").read_text()
     rows = [f"| `{key}` | {default} | {told} |" for key, default, told in keys()]
     assert [row for row in rows if row not in page] == []
-    table = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 4 and "." in line]
+    table = [
+        line
+        for line in page.splitlines()
+        if line.startswith("| `") and line.count("|") == 4 and "." in line
+    ]
     assert [line for line in table if line not in rows] == []
 
 
@@ -215,17 +265,29 @@ def test_the_page_has_every_key_with_its_default():
 
 def test_ranks_share_the_rows_of_one_batch():
     tokens = np.arange(500, dtype=np.int32)
-    whole, parts = Corpus(tokens, 6, 10, 3), [Corpus(tokens, 6, 10, 3, part=part, parts=3) for part in range(3)]
+    whole, parts = (
+        Corpus(tokens, 6, 10, 3),
+        [Corpus(tokens, 6, 10, 3, part=part, parts=3) for part in range(3)],
+    )
     for draw in ("training", "held_out"):
         ids, targets = getattr(whole, draw)(7)
-        np.testing.assert_array_equal(np.concatenate([getattr(part, draw)(7)[0] for part in parts]), ids)
-        np.testing.assert_array_equal(getattr(parts[1], draw)(7, whole=True)[1], targets)
+        np.testing.assert_array_equal(
+            np.concatenate([getattr(part, draw)(7)[0] for part in parts]), ids
+        )
+        np.testing.assert_array_equal(
+            getattr(parts[1], draw)(7, whole=True)[1], targets
+        )
         np.testing.assert_array_equal(ids + 1, targets)  # each is followed by the next
     assert whole.training(3)[0].max() < 475 <= whole.held_out(3)[0].min()
     assert not np.array_equal(whole.training(7)[0], whole.training(8)[0])
-    with pytest.raises(ValueError, match="a batch of 6 sequences cannot be shared evenly by 4"):
+    with pytest.raises(
+        ValueError, match="a batch of 6 sequences cannot be shared evenly by 4"
+    ):
         Corpus(tokens, 6, 10, 3, parts=4)
-    with pytest.raises(ValueError, match="a sequence has 30 tokens, but the held-out part of the text has 25"):
+    with pytest.raises(
+        ValueError,
+        match="a sequence has 30 tokens, but the held-out part of the text has 25",
+    ):
         Corpus(tokens, 6, 30, 3)
 
 
@@ -242,10 +304,24 @@ def test_the_rate_goes_up_and_down():
 
     base = {"steps": 10, "model": {}, "data": {}, "optimizer": {"lr": 2.0}}
     cosine = Recipe.model_validate({**base, "schedule": {"warmup": 4, "floor": 0.1}})
-    assert [learning_rate(cosine, step) for step in (0, 1, 3, 4)] == pytest.approx([0.5, 1.0, 2.0, 2.0])
-    assert learning_rate(cosine, 7) == pytest.approx(2 * (0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi / 2))))
-    assert [learning_rate(cosine, step) for step in (10, 99)] == pytest.approx([0.2, 0.2])
-    linear = Recipe.model_validate({**base, "schedule": {"kind": "linear", "floor": 0, "decay_steps": 20}})
-    assert [learning_rate(linear, step) for step in (0, 5, 20)] == pytest.approx([2.0, 1.5, 0.0])
-    constant = Recipe.model_validate({**base, "schedule": {"kind": "constant", "warmup": 2}})
-    assert [learning_rate(constant, step) for step in (0, 1, 50)] == pytest.approx([1.0, 2.0, 2.0])
+    assert [learning_rate(cosine, step) for step in (0, 1, 3, 4)] == pytest.approx(
+        [0.5, 1.0, 2.0, 2.0]
+    )
+    assert learning_rate(cosine, 7) == pytest.approx(
+        2 * (0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi / 2)))
+    )
+    assert [learning_rate(cosine, step) for step in (10, 99)] == pytest.approx(
+        [0.2, 0.2]
+    )
+    linear = Recipe.model_validate(
+        {**base, "schedule": {"kind": "linear", "floor": 0, "decay_steps": 20}}
+    )
+    assert [learning_rate(linear, step) for step in (0, 5, 20)] == pytest.approx(
+        [2.0, 1.5, 0.0]
+    )
+    constant = Recipe.model_validate(
+        {**base, "schedule": {"kind": "constant", "warmup": 2}}
+    )
+    assert [learning_rate(constant, step) for step in (0, 1, 50)] == pytest.approx(
+        [1.0, 2.0, 2.0]
+    )

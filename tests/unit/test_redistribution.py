@@ -50,12 +50,20 @@ def test_one_axis_takes_the_collective_that_a_person_would(source, target, expec
         (GRID(("dp", "tp"), "None"), GRID("dp", "None"), ["all_gather"]),
         (GRID("dp", "None"), GRID(("dp", "tp"), "None"), ["slice"]),
         (GRID(("dp", "tp"), "None"), GRID("dp", "tp"), ["all_to_all"]),
-        (GRID("tp", "None"), GRID(("dp", "tp"), "None"), ["exchange"]),  # nobody gathers to cut the outer axis
+        (
+            GRID("tp", "None"),
+            GRID(("dp", "tp"), "None"),
+            ["exchange"],
+        ),  # nobody gathers to cut the outer axis
         (GRID(("dp", "tp"), "None"), GRID(("tp", "dp"), "None"), ["exchange"]),
         (GRID("dp", "tp"), GRID("tp", "dp"), ["exchange"]),
         (GRID("None", "None"), GRID("dp", "tp"), ["slice", "slice"]),
         (GRID("None", "None"), GRID(("tp", "dp"), "None"), ["slice", "slice"]),
-        (GRID([P, P]), GRID([Shard(0), Shard(0)]), ["reduce_scatter", "reduce_scatter"]),
+        (
+            GRID([P, P]),
+            GRID([Shard(0), Shard(0)]),
+            ["reduce_scatter", "reduce_scatter"],
+        ),
         (GRID([P, Shard(0)]), GRID([R, Shard(0)]), ["all_reduce"]),
     ],
 )
@@ -87,7 +95,9 @@ def test_bytes_of_the_collectives():
 
 def test_the_plan_is_printed():
     text = plan(GRID([P, Shard(0)]), GRID([Shard(1), R]), (8, 8), 4).explain()
-    assert text.splitlines()[0] == ("(8, 8) on Layout(dp=2, tp=4) [P, S(0)] -> [S(1), R]: 2 steps, 128 bytes a rank")
+    assert text.splitlines()[0] == (
+        "(8, 8) on Layout(dp=2, tp=4) [P, S(0)] -> [S(1), R]: 2 steps, 128 bytes a rank"
+    )
     assert "reduce_scatter sum to dim 1" in text
     assert "all_gather dim 0" in text
 
@@ -100,7 +110,9 @@ def test_layouts_on_different_meshes_are_refused():
 def cheapest(source, target, shape, itemsize):
     """The cost of the best plan, by relaxing every edge between all layouts until nothing improves."""
     bound = redistribution._Bound(source.mesh_shape, tuple(shape), itemsize)
-    start, goal = (redistribution._state(layout.bind(len(shape))) for layout in (source, target))
+    start, goal = (
+        redistribution._state(layout.bind(len(shape))) for layout in (source, target)
+    )
     costs, frontier = {start: 0}, [start]
     while frontier:
         state = frontier.pop()

@@ -15,7 +15,9 @@ from hyper_parallel.core.distributed_checkpoint import checksum
 from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK, block_sums
 
 WINDOW = 4 << 20
-DATA = np.random.default_rng(0).integers(0, 256, 2 * WINDOW + 3 * BLOCK + 77, dtype=np.uint8)
+DATA = np.random.default_rng(0).integers(
+    0, 256, 2 * WINDOW + 3 * BLOCK + 77, dtype=np.uint8
+)
 START = 1000  # of the chunk in its file
 
 
@@ -38,12 +40,22 @@ def read(fd, offset, strides, out, sums):
 
 @given(st.data())
 def test_boxes_are_those_of_numpy(file, sums, data):
-    width = data.draw(st.sampled_from([7, 512, BLOCK, 3 * BLOCK + 5, 40_000, DATA.nbytes // 2]))
+    width = data.draw(
+        st.sampled_from([7, 512, BLOCK, 3 * BLOCK + 5, 40_000, DATA.nbytes // 2])
+    )
     rows = DATA.nbytes // width
     whole = DATA[: rows * width].reshape(rows, width)
-    top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, width - 1))
-    box = whole[top : data.draw(st.integers(top + 1, rows)), left : data.draw(st.integers(left + 1, width))]
-    out = np.zeros((box.shape[0], box.shape[1] + 40), np.uint8)[:, data.draw(st.integers(0, 40)) :][:, : box.shape[1]]
+    top, left = (
+        data.draw(st.integers(0, rows - 1)),
+        data.draw(st.integers(0, width - 1)),
+    )
+    box = whole[
+        top : data.draw(st.integers(top + 1, rows)),
+        left : data.draw(st.integers(left + 1, width)),
+    ]
+    out = np.zeros((box.shape[0], box.shape[1] + 40), np.uint8)[
+        :, data.draw(st.integers(0, 40)) :
+    ][:, : box.shape[1]]
     count, damaged = read(file, top * width + left, (width, 1), out, sums)
     assert damaged == -1
     assert count >= min(box.nbytes, DATA.nbytes)
@@ -63,7 +75,10 @@ def test_a_file_that_ends_too_early_raises(tmp_path, sums, left):
     path.write_bytes((bytes(START) + DATA.tobytes())[:left])
     before = signal.getsignal(signal.SIGBUS)
     for _ in range(2):  # the second time as well
-        with path.open("rb") as opened, pytest.raises(EOFError, match="the file ends within the chunk"):
+        with (
+            path.open("rb") as opened,
+            pytest.raises(EOFError, match="the file ends within the chunk"),
+        ):
             read(opened.fileno(), 0, (1,), np.empty(DATA.nbytes, np.uint8), sums)
     assert signal.getsignal(signal.SIGBUS) == before
 
@@ -79,7 +94,9 @@ def test_threads_find_the_end_of_their_own_file(tmp_path, file, sums):
                 out = np.zeros(DATA.nbytes, np.uint8)
                 try:
                     read(opened.fileno() if number % 2 else file, 0, (1,), out, sums)
-                    found[number].append("whole" if np.array_equal(out, DATA) else "wrong")
+                    found[number].append(
+                        "whole" if np.array_equal(out, DATA) else "wrong"
+                    )
                 except EOFError:
                     found[number].append("short")
 
@@ -121,7 +138,9 @@ print(seen[5000])
 @pytest.mark.parametrize("options", [[], ["-X", "faulthandler"]])
 def test_an_error_elsewhere_ends_as_it_would_have(options):
     command = [sys.executable, *options, "-c", ELSEWHERE]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120
+    )
     assert ended.stdout == "so far\n"
     assert ended.returncode == -signal.SIGBUS
     assert ("Fatal Python error: Bus error" in ended.stderr) == bool(options)

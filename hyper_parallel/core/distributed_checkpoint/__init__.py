@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed checkpoints: saved on one mesh, loaded on any other; whole or not at all; nothing is unpickled."""
 
-from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, read_objects, save
+from hyper_parallel.core.distributed_checkpoint.api import (
+    async_save,
+    load,
+    read_metadata,
+    read_objects,
+    save,
+)
 from hyper_parallel.core.distributed_checkpoint.background import AsyncSaveResponse
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from hyper_parallel.core.distributed_checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+)
 from hyper_parallel.core.distributed_checkpoint.manager import CheckpointManager
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +34,10 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
     WriteItemType,
 )
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport
-from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardLoadPlanner, StandardSavePlanner
+from hyper_parallel.core.distributed_checkpoint.standard_planner import (
+    StandardLoadPlanner,
+    StandardSavePlanner,
+)
 from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank
 from hyper_parallel.core.distributed_checkpoint.state_dict_api import (
     StateDictOptions,
@@ -36,8 +48,16 @@ from hyper_parallel.core.distributed_checkpoint.state_dict_api import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from hyper_parallel.core.distributed_checkpoint.training_state import ModelState, OptimizerState, RandomState
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
+from hyper_parallel.core.distributed_checkpoint.training_state import (
+    ModelState,
+    OptimizerState,
+    RandomState,
+)
 
 __all__ = [
     "AsyncSaveResponse",

@@ -34,7 +34,9 @@ class Ranks:
         """The same ranks with a group of their own, so that they can talk while the others are in use."""
         made = Ranks(alone=self.world_size == 1)
         if made.world_size > 1:
-            made._group = get_platform().split_group(None, [list(range(made.world_size))], group_desc="checkpoints")
+            made._group = get_platform().split_group(
+                None, [list(range(made.world_size))], group_desc="checkpoints"
+            )
         return made
 
     def gather(self, value: T) -> list[T]:
@@ -50,10 +52,19 @@ class Ranks:
         if self.is_silent:
             return numbers
         platform = get_platform()
-        data = platform.zeros((len(numbers),), dtype=platform.str_to_dtype("int64"), device=platform.device())
+        data = platform.zeros(
+            (len(numbers),),
+            dtype=platform.str_to_dtype("int64"),
+            device=platform.device(),
+        )
         for place, number in enumerate(numbers):
             data[place] = number
-        return [int(number) for number in platform.tensor_to_numpy(platform.all_reduce(data, self._group, op="max"))]
+        return [
+            int(number)
+            for number in platform.tensor_to_numpy(
+                platform.all_reduce(data, self._group, op="max")
+            )
+        ]
 
     def agree(self, look: Callable[[], bytes], token: str) -> tuple[bool, str]:
         """Whether all find the same 16 bytes, and one token of theirs; if some rank finds an error, all raise it."""
@@ -62,13 +73,22 @@ class Ranks:
             self._raise(error)
             return True, digest.hex()[:16]  # the one token that all of them have
         own = np.frombuffer(digest or bytes(16), ">i8").tolist()
-        numbers = [int(error is not None), *own, *(-1 - number for number in own), int(token, 16) >> 1]
+        numbers = [
+            int(error is not None),
+            *own,
+            *(-1 - number for number in own),
+            int(token, 16) >> 1,
+        ]
         failed, *found, chosen = self.largest(numbers)
         if failed:
             self._raise(error)
-        return found[: len(own)] == [-1 - number for number in found[len(own) :]], f"{chosen:016x}"
+        return found[: len(own)] == [
+            -1 - number for number in found[len(own) :]
+        ], f"{chosen:016x}"
 
-    def together(self, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+    def together(
+        self, work: Callable[[], T], undo: Callable[[], None] = lambda: None
+    ) -> T:
         """What the work returns, if it succeeds on all ranks; otherwise all raise the error of the first that failed.
 
         Each rank's own error is the cause of its; whatever is not an error of ours or of the system passes through,
@@ -99,7 +119,11 @@ def _attempted(work: Callable[[], T]) -> tuple[BaseException | None, T]:
 def _told(error: BaseException | None) -> Any:
     if error is None:
         return None
-    return error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return (
+        error
+        if isinstance(error, CheckpointError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def _joined(told: list[Any]) -> CheckpointError:
@@ -110,5 +134,9 @@ def _joined(told: list[Any]) -> CheckpointError:
     others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     if isinstance(first, CheckpointError):
         told_by = f"{without_code(first.message)} [rank {rank}{others}]"
-        return CheckpointError(coded(code_of(first) or "HP517", told_by), file=first.file, field=first.field)
+        return CheckpointError(
+            coded(code_of(first) or "HP517", told_by),
+            file=first.file,
+            field=first.field,
+        )
     return CheckpointError(coded("HP517", f"rank {rank} failed: {first}{others}"))

@@ -13,15 +13,31 @@ from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
-from hyper_parallel.core.distributed_checkpoint.background import QUEUE, AsyncSaveResponse, Staged
+from hyper_parallel.core.distributed_checkpoint.background import (
+    QUEUE,
+    AsyncSaveResponse,
+    Staged,
+)
 from hyper_parallel.core.distributed_checkpoint.load_planner import StandardLoadPlanner
-from hyper_parallel.core.distributed_checkpoint.loading import States, agreed, planned, reader_of
+from hyper_parallel.core.distributed_checkpoint.loading import (
+    States,
+    agreed,
+    planned,
+    reader_of,
+)
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
-from hyper_parallel.core.distributed_checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlanner,
+)
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport
 from hyper_parallel.core.distributed_checkpoint.saving import CheckpointId, prepare
 from hyper_parallel.core.distributed_checkpoint.state_dict import nested
-from hyper_parallel.core.distributed_checkpoint.storage import StorageReader, StorageWriter
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+)
 from hyper_parallel.platform.error_codes import coded
 
 
@@ -40,7 +56,9 @@ def save(
     each writes its part, into a folder that must be new, and the checkpoint is whole when all have.
     """
     ranks = Ranks(alone=no_dist, silent=not use_collectives)
-    return prepare(state_dict, checkpoint_id, storage_writer, planner, ranks, before=QUEUE.drain).write(ranks)
+    return prepare(
+        state_dict, checkpoint_id, storage_writer, planner, ranks, before=QUEUE.drain
+    ).write(ranks)
 
 
 def async_save(
@@ -58,7 +76,12 @@ def async_save(
     copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
     """
     if when_busy not in ("queue", "refuse"):
-        raise ValueError(coded("HP513", f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}"))
+        raise ValueError(
+            coded(
+                "HP513",
+                f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}",
+            )
+        )
     ranks = Ranks(alone=no_dist)
 
     def look_back() -> None:
@@ -66,7 +89,9 @@ def async_save(
         if storage_writer is not None:
             QUEUE.drain()  # it writes one checkpoint at a time
 
-    prepared = prepare(state_dict, checkpoint_id, storage_writer, planner, ranks, before=look_back)
+    prepared = prepare(
+        state_dict, checkpoint_id, storage_writer, planner, ranks, before=look_back
+    )
     staged = Staged(prepared.plan, prepared.planner)
     return QUEUE.add(replace(prepared, planner=staged), staged, ranks)
 
@@ -107,7 +132,9 @@ def load(
         reader.close()
     if not dry_run:
         states.give_back()
-    report = chosen.report() if isinstance(chosen, StandardLoadPlanner) else LoadReport()
+    report = (
+        chosen.report() if isinstance(chosen, StandardLoadPlanner) else LoadReport()
+    )
     return replace(report, bytes_read=getattr(reader, "bytes_read", 0))
 
 

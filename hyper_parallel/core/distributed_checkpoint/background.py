@@ -22,8 +22,17 @@ import numpy as np
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
 from hyper_parallel.core.distributed_checkpoint.checksum import copy_bytes
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex, dtype_name
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    dtype_name,
+)
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from hyper_parallel.core.distributed_checkpoint.saving import Prepared
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -61,7 +70,9 @@ class Staged(SavePlanner):
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.allow_pickle = getattr(planner, "allow_pickle", False)
         self._copies: dict[MetadataIndex, tuple[Any, Any]] = {}
-        self._objects: dict[MetadataIndex, Any] = {}  # lists and arrays may be changed in place like tensors
+        self._objects: dict[
+            MetadataIndex, Any
+        ] = {}  # lists and arrays may be changed in place like tensors
         self._error: Exception | None = None
         try:
             self._take(plan, planner)
@@ -95,10 +106,16 @@ class Staged(SavePlanner):
     def get_data(self, item: WriteItem) -> Any:
         if self._error is not None:
             raise self._error
-        return self._objects[item.index] if item.type is WriteItemType.BYTE_IO else self._copies[item.index][1]
+        return (
+            self._objects[item.index]
+            if item.type is WriteItemType.BYTE_IO
+            else self._copies[item.index][1]
+        )
 
     # What was planned is not planned again.
-    def configure_planner(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None: ...
+    def configure_planner(
+        self, state_dict: Mapping[str, Any], **kwargs: Any
+    ) -> None: ...
 
     def build_local_plan(self) -> SavePlan:
         raise AssertionError("the plan is made before the copy")
@@ -116,8 +133,12 @@ def _host_memory(tensor: Any) -> Any:
     if platform.tensor_memory(tensor) is None:
         return platform.empty_like(tensor, device="cpu", pin_memory=True)
     # numpy asks for large pages where it has much to allocate, which makes both the first copy and all others faster.
-    memory = np.empty(math.prod(tensor.shape) * platform.get_element_size(tensor), np.uint8)
-    return platform.tensor_from_bytes(memory, dtype_name(tensor.dtype), tuple(tensor.shape))
+    memory = np.empty(
+        math.prod(tensor.shape) * platform.get_element_size(tensor), np.uint8
+    )
+    return platform.tensor_from_bytes(
+        memory, dtype_name(tensor.dtype), tuple(tensor.shape)
+    )
 
 
 def _copy_to(host: Any, tensor: Any) -> None:
@@ -136,14 +157,20 @@ class _Queue:
         self._waiting: list[AsyncSaveResponse] = []
         self._ranks: Ranks | None = None
 
-    def add(self, prepared: Prepared, staged: Staged, ranks: Ranks) -> AsyncSaveResponse:
+    def add(
+        self, prepared: Prepared, staged: Staged, ranks: Ranks
+    ) -> AsyncSaveResponse:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hyper_parallel-save")
         if ranks.world_size > 1 and self._ranks is None:
             self._ranks = ranks.beside()
             get_platform().forget_groups_with(self._forget)
-        beside = self._ranks if ranks.world_size > 1 and self._ranks is not None else ranks
-        response = AsyncSaveResponse(self._pool.submit(_write, prepared, staged, beside))
+        beside = (
+            self._ranks if ranks.world_size > 1 and self._ranks is not None else ranks
+        )
+        response = AsyncSaveResponse(
+            self._pool.submit(_write, prepared, staged, beside)
+        )
         self._waiting.append(response)
         return response
 
@@ -156,7 +183,10 @@ class _Queue:
             response.future.result()
         if running and refuses:
             raise CheckpointError(
-                coded("HP514", f"{len(running)} earlier saves are still being written; wait for result(), or queue")
+                coded(
+                    "HP514",
+                    f"{len(running)} earlier saves are still being written; wait for result(), or queue",
+                )
             )
 
     def drain(self) -> None:
@@ -170,7 +200,9 @@ class _Queue:
         self._waiting = [other for other in self._waiting if other is not response]
 
     def _forget(self) -> None:
-        for response in self._waiting:  # their group is about to go; errors stay for who asks, or for the next save
+        for response in (
+            self._waiting
+        ):  # their group is about to go; errors stay for who asks, or for the next save
             response.future.exception()
         self._ranks = None
 

@@ -29,7 +29,9 @@ _SECRET = bytes.fromhex(
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_KEYS = np.array([[np.frombuffer(_SECRET, "<u8", 8, 8 * stripe) for stripe in range(16)]] * 4)
+_KEYS = np.array(
+    [[np.frombuffer(_SECRET, "<u8", 8, 8 * stripe) for stripe in range(16)]] * 4
+)
 _KEYS[3, 15] = np.frombuffer(_SECRET, "<u8", 8, 121)
 _SCRAMBLE, _MERGE = (np.frombuffer(_SECRET, "<u8", 8, at) for at in (128, 11))
 _LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
@@ -37,10 +39,17 @@ _LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
 
 def _compiled() -> Any:
     """The compiled sums, where they were built and are wanted."""
-    if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in ("", "0", "false", "no"):
+    if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in (
+        "",
+        "0",
+        "false",
+        "no",
+    ):
         return None
     try:
-        return importlib.import_module("hyper_parallel.core.distributed_checkpoint._block_sums")
+        return importlib.import_module(
+            "hyper_parallel.core.distributed_checkpoint._block_sums"
+        )
     except ImportError:
         return None
 
@@ -70,14 +79,18 @@ def copy_bytes(out: NDArray[Any], data: NDArray[Any]) -> None:
 
 def _sums(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = numbers ^ _KEYS
-    added = ((mixed & _LOW) * (mixed >> _HALF)).sum(2) + numbers.sum(2)[..., [1, 0, 3, 2, 5, 4, 7, 6]]
+    added = ((mixed & _LOW) * (mixed >> _HALF)).sum(2) + numbers.sum(2)[
+        ..., [1, 0, 3, 2, 5, 4, 7, 6]
+    ]
     lanes = _LANES
     for group in range(4):
         if group > 0:
             lanes = (lanes ^ lanes >> np.uint64(47) ^ _SCRAMBLE) * np.uint64(_PRIME32_1)
         lanes = lanes + added[:, group]
     lanes = lanes ^ _MERGE
-    sums = _folded(lanes[:, ::2], lanes[:, 1::2]).sum(1) + np.uint64(BLOCK * _PRIME64_1 % 2**64)
+    sums = _folded(lanes[:, ::2], lanes[:, 1::2]).sum(1) + np.uint64(
+        BLOCK * _PRIME64_1 % 2**64
+    )
     sums = (sums ^ sums >> np.uint64(37)) * np.uint64(0x165667919E3779F9)
     return np.asarray(sums ^ sums >> _HALF, np.uint64)
 

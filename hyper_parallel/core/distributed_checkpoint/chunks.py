@@ -69,7 +69,11 @@ class ChunkList(Chunks):
         return self.places[number]
 
     def overlapping(self, box: Box) -> Iterator[int]:
-        return (i for i, chunk in enumerate(self.chunks) if overlap(box, box_of(chunk)) is not None)
+        return (
+            i
+            for i, chunk in enumerate(self.chunks)
+            if overlap(box, box_of(chunk)) is not None
+        )
 
 
 class Part(NamedTuple):
@@ -101,7 +105,9 @@ class Cut:
     @cached_property
     def copying(self) -> tuple[int, ...]:
         """The axes along which the tensor is copied."""
-        return tuple(axis for axis in range(len(self.mesh_shape)) if axis not in self.cutting)
+        return tuple(
+            axis for axis in range(len(self.mesh_shape)) if axis not in self.cutting
+        )
 
     @cached_property
     def replicas(self) -> int:
@@ -111,7 +117,9 @@ class Cut:
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """How many chunks there are along each dim."""
-        counts = [math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dim_axes]
+        counts = [
+            math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dim_axes
+        ]
         for dim, sections in self.sections.items():
             counts[dim] *= len(sections)
         return tuple(counts)
@@ -119,12 +127,18 @@ class Cut:
     @cached_property
     def section_starts(self) -> dict[int, tuple[int, ...]]:
         """Where the sections of a dim begin."""
-        return {dim: tuple(itertools.accumulate(sizes, initial=0)) for dim, sizes in self.sections.items()}
+        return {
+            dim: tuple(itertools.accumulate(sizes, initial=0))
+            for dim, sizes in self.sections.items()
+        }
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
         """What a step along each axis adds to a rank's place in ``ranks``."""
-        return tuple(math.prod(self.mesh_shape[axis + 1 :]) for axis in range(len(self.mesh_shape)))
+        return tuple(
+            math.prod(self.mesh_shape[axis + 1 :])
+            for axis in range(len(self.mesh_shape))
+        )
 
     @cached_property
     def writers(self) -> dict[tuple[int, int], int]:
@@ -140,7 +154,9 @@ class Cut:
             offset, length = chunk_span(sections[section], count, piece)
             return self.section_starts[dim][section] + offset, length
         offset = 0
-        for axis, index in zip(self.dim_axes[dim], self._coordinates(dim, piece), strict=True):
+        for axis, index in zip(
+            self.dim_axes[dim], self._coordinates(dim, piece), strict=True
+        ):
             step, size = chunk_span(size, self.mesh_shape[axis], index)
             offset += step
         return offset, size
@@ -149,7 +165,9 @@ class Cut:
         """The rank that has this piece of each dim, as the given one of those that have it."""
         place = 0
         for dim, piece in enumerate(cell):
-            for axis, index in zip(self.dim_axes[dim], self._coordinates(dim, piece), strict=True):
+            for axis, index in zip(
+                self.dim_axes[dim], self._coordinates(dim, piece), strict=True
+            ):
                 place += index * self.strides[axis]
         for axis in reversed(self.copying):
             replica, index = divmod(replica, self.mesh_shape[axis])
@@ -165,7 +183,9 @@ class Cut:
 
     def cells_of(self, coordinate: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """The pieces, one number a dim, that a place of the mesh has."""
-        return itertools.product(*(self._pieces_of(dim, coordinate) for dim in range(len(self.dim_axes))))
+        return itertools.product(
+            *(self._pieces_of(dim, coordinate) for dim in range(len(self.dim_axes)))
+        )
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The place of a rank on the mesh; None outside."""
@@ -173,7 +193,10 @@ class Cut:
             place = self.ranks.index(rank)
         except ValueError:
             return None
-        return tuple(place // stride % size for stride, size in zip(self.strides, self.mesh_shape, strict=True))
+        return tuple(
+            place // stride % size
+            for stride, size in zip(self.strides, self.mesh_shape, strict=True)
+        )
 
     def _pieces_of(self, dim: int, coordinate: Sequence[int]) -> range:
         piece = 0
@@ -219,7 +242,9 @@ class ChunkGrid(Chunks):
 
     def box(self, cell: Sequence[int]) -> Box:
         """(offset, size) along each dim of a cell."""
-        return tuple(self.cut.span(dim, self.size[dim], piece) for dim, piece in enumerate(cell))
+        return tuple(
+            self.cut.span(dim, self.size[dim], piece) for dim, piece in enumerate(cell)
+        )
 
     def parts_at(self, coordinate: Sequence[int]) -> Iterator[Part]:
         """What a place of the mesh has: the chunks that are not empty, and where in its shard each begins."""
@@ -234,7 +259,9 @@ class ChunkGrid(Chunks):
         for dim, sections in self.cut.sections.items():
             count = self.cut.pieces[dim] // len(sections)
             earlier = range(cell[dim] % count, cell[dim], count)
-            starts[dim] = sum(self.cut.span(dim, self.size[dim], piece)[1] for piece in earlier)
+            starts[dim] = sum(
+                self.cut.span(dim, self.size[dim], piece)[1] for piece in earlier
+            )
         return tuple(starts)
 
     def chunk(self, number: int) -> ChunkStorageMetadata:
@@ -258,15 +285,24 @@ class ChunkGrid(Chunks):
     def overlapping(self, box: Box) -> Iterator[int]:
         if any(size == 0 for _, size in box):
             return
-        spans = [self._pieces_in(dim, offset, offset + size) for dim, (offset, size) in enumerate(box)]
+        spans = [
+            self._pieces_in(dim, offset, offset + size)
+            for dim, (offset, size) in enumerate(box)
+        ]
         for cell in itertools.product(*spans):
             if all(size for _, size in self.box(cell)):
                 yield self.number(cell)
 
     def _pieces_in(self, dim: int, start: int, stop: int) -> range:
         """The pieces of a dim that begin before ``stop`` and end after ``start``; pieces ascend."""
-        first = _first(self.cut.pieces[dim], lambda piece: sum(self.cut.span(dim, self.size[dim], piece)) > start)
-        last = _first(self.cut.pieces[dim], lambda piece: self.cut.span(dim, self.size[dim], piece)[0] >= stop)
+        first = _first(
+            self.cut.pieces[dim],
+            lambda piece: sum(self.cut.span(dim, self.size[dim], piece)) > start,
+        )
+        last = _first(
+            self.cut.pieces[dim],
+            lambda piece: self.cut.span(dim, self.size[dim], piece)[0] >= stop,
+        )
         return range(first, last)
 
 
@@ -286,7 +322,9 @@ def box_of(chunk: ChunkStorageMetadata) -> Box:
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """The chunk that is this box."""
-    return ChunkStorageMetadata(tuple(offset for offset, _ in box), tuple(size for _, size in box))
+    return ChunkStorageMetadata(
+        tuple(offset for offset, _ in box), tuple(size for _, size in box)
+    )
 
 
 def overlap(one: Box, other: Box) -> Box | None:

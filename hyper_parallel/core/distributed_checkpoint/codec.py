@@ -23,14 +23,28 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, dtype_name
-from hyper_parallel.core.distributed_checkpoint.strict_json import END, MOST_DIGITS, MOST_NESTED, Field, is_text
+from hyper_parallel.core.distributed_checkpoint.strict_json import (
+    END,
+    MOST_DIGITS,
+    MOST_NESTED,
+    Field,
+    is_text,
+)
 from hyper_parallel.platform import get_platform
 
-ARRAYS = frozenset(name for name in ITEM_SIZES if name not in {"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+ARRAYS = frozenset(
+    name
+    for name in ITEM_SIZES
+    if name not in {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+)
 MOST_DIMS = 32  # of an array, as numpy has it
-DEEPEST = MOST_NESTED - 3  # brackets around a value; no value without others inside opens more than three
+DEEPEST = (
+    MOST_NESTED - 3
+)  # brackets around a value; no value without others inside opens more than three
 AROUND = 2  # brackets around an object in its file
-MOST_EQUAL_HASHES = 100  # of different keys; only a file that was made to waste time has more
+MOST_EQUAL_HASHES = (
+    100  # of different keys; only a file that was made to waste time has more
+)
 
 Inner = Callable[[Any, Any, int], Any]  # key, value, brackets around it -> JSON
 
@@ -47,7 +61,9 @@ class Pickled:
     data: bytes
 
 
-def decode(value: Any, name: str, file: str | Path, *, allow_pickle: bool | None = False) -> Any:
+def decode(
+    value: Any, name: str, file: str | Path, *, allow_pickle: bool | None = False
+) -> Any:
     """The object; ``value`` is used up, for its lists and dicts become those of the object.
 
     Pickles are refused, or unpickled, or, with None, left as they are.
@@ -57,7 +73,9 @@ def decode(value: Any, name: str, file: str | Path, *, allow_pickle: bool | None
 
 def _encode(field: Field, depth: int, allow_pickle: bool) -> Any:
     if depth > DEEPEST:
-        field.fail(f"is nested too deeply, or contains itself: at most {MOST_NESTED} levels can be stored")
+        field.fail(
+            f"is nested too deeply, or contains itself: at most {MOST_NESTED} levels can be stored"
+        )
 
     def inner(key: Any, value: Any, levels: int) -> Any:
         return _encode(field.at(key, value), depth + levels, allow_pickle)
@@ -65,8 +83,14 @@ def _encode(field: Field, depth: int, allow_pickle: bool) -> Any:
     value, kind = field.value, type(field.value)
     if kind in ENCODERS:
         return ENCODERS[kind](field, inner)
-    if isinstance(value, np.generic) and value.dtype.name in ARRAYS and kind is np.dtype(value.dtype.name).type:
-        return {"$scalar": {"dtype": value.dtype.name, "data": _base64(value.tobytes())}}
+    if (
+        isinstance(value, np.generic)
+        and value.dtype.name in ARRAYS
+        and kind is np.dtype(value.dtype.name).type
+    ):
+        return {
+            "$scalar": {"dtype": value.dtype.name, "data": _base64(value.tobytes())}
+        }
     if kind in _dtype_types() and dtype_name(value) in ITEM_SIZES:
         return {"$dtype": dtype_name(value)}
     return _pickled(field) if allow_pickle else _refuse(field)
@@ -76,7 +100,9 @@ def _refuse(field: Field) -> Any:
     kind = type(field.value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if get_platform().is_tensor(field.value):
-        field.fail(f"{name} cannot be stored inside an object: give it a name of its own in the state dict")
+        field.fail(
+            f"{name} cannot be stored inside an object: give it a name of its own in the state dict"
+        )
     field.fail(
         f"{name} cannot be stored as JSON: convert it to None, bool, int, float, complex, str, bytes, list, tuple, "
         "set, dict, OrderedDict, Counter, a numpy array or a dtype, or pass allow_pickle=True, here and when loading"
@@ -119,7 +145,12 @@ def _bytes(field: Field, _: Inner) -> Any:
 
 
 def _complex(field: Field, inner: Inner) -> Any:
-    return {"$complex": [inner("real", field.value.real, 2), inner("imag", field.value.imag, 2)]}
+    return {
+        "$complex": [
+            inner("real", field.value.real, 2),
+            inner("imag", field.value.imag, 2),
+        ]
+    }
 
 
 def _list(field: Field, inner: Inner) -> list[Any]:
@@ -127,22 +158,36 @@ def _list(field: Field, inner: Inner) -> list[Any]:
 
 
 def _tuple(field: Field, inner: Inner) -> Any:
-    return {"$tuple": [inner(number, value, 2) for number, value in enumerate(field.value)]}
+    return {
+        "$tuple": [inner(number, value, 2) for number, value in enumerate(field.value)]
+    }
 
 
 def _set(field: Field, inner: Inner) -> Any:
-    return {"$set": sorted((inner("element", value, 2) for value in field.value), key=json.dumps)}
+    return {
+        "$set": sorted(
+            (inner("element", value, 2) for value in field.value), key=json.dumps
+        )
+    }
 
 
 def _dict(field: Field, inner: Inner) -> Any:
-    if any(type(key) is not str or key.startswith("$") or not is_text(key) for key in field.value):
+    if any(
+        type(key) is not str or key.startswith("$") or not is_text(key)
+        for key in field.value
+    ):
         return _pairs("$dict", field, inner)
     return {key: inner(key, value, 1) for key, value in field.value.items()}
 
 
 def _pairs(tag: str, field: Field, inner: Inner) -> Any:
     pairs = enumerate(field.value.items())
-    return {tag: [[inner(f"key {n}", key, 3), inner(f"value {n}", value, 3)] for n, (key, value) in pairs]}
+    return {
+        tag: [
+            [inner(f"key {n}", key, 3), inner(f"value {n}", value, 3)]
+            for n, (key, value) in pairs
+        ]
+    }
 
 
 def _array(field: Field, _: Inner) -> Any:
@@ -152,7 +197,13 @@ def _array(field: Field, _: Inner) -> Any:
         field.fail(
             f"an array of dtype {array.dtype!r} cannot be stored; convert it to a native bool, int, float or complex"
         )
-    return {"$ndarray": {"dtype": name, "shape": list(array.shape), "data": _base64(array.tobytes())}}
+    return {
+        "$ndarray": {
+            "dtype": name,
+            "shape": list(array.shape),
+            "data": _base64(array.tobytes()),
+        }
+    }
 
 
 ENCODERS: dict[type, Callable[[Field, Inner], Any]] = {
@@ -208,7 +259,9 @@ def _decode_inside(field: Field, allow_pickle: bool | None) -> None:
 def _decode_tag(field: Field, allow_pickle: bool | None) -> Any:
     tag = next(key for key in field.value if key.startswith("$"))
     if len(field.value) > 1 or (tag not in DECODERS and tag != "$pickle"):
-        field.at(tag, None).fail(f"is not a tag, or not alone; known are {', '.join([*DECODERS, '$pickle'])}")
+        field.at(tag, None).fail(
+            f"is not a tag, or not alone; known are {', '.join([*DECODERS, '$pickle'])}"
+        )
     content = field[tag]
     if tag == "$pickle":
         return _unpickled(content, allow_pickle)
@@ -282,7 +335,9 @@ def _hashable(field: Field, keys: list[Any]) -> list[Hashable]:
     except TypeError as error:
         field.fail(f"holds a key that cannot be one: {error}")
     if most > MOST_EQUAL_HASHES:
-        field.fail(f"{most} keys have the same hash, expected at most {MOST_EQUAL_HASHES}")
+        field.fail(
+            f"{most} keys have the same hash, expected at most {MOST_EQUAL_HASHES}"
+        )
     if len(set(keys)) < len(keys):
         field.fail("has a key twice")
     return keys
@@ -321,7 +376,9 @@ def _dtype(field: Field) -> Any:
         field.fail(str(error))
 
 
-HOLDERS = frozenset({"$tuple", "$set", "$dict", "$ordered", "$counter", "$complex"})  # of values that may have tags
+HOLDERS = frozenset(
+    {"$tuple", "$set", "$dict", "$ordered", "$counter", "$complex"}
+)  # of values that may have tags
 
 DECODERS: dict[str, Callable[[Field], Any]] = {
     "$tuple": lambda field: tuple(field.value),

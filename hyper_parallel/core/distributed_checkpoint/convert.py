@@ -17,11 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.api import save
-from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, ChunkList, Chunks
-from hyper_parallel.core.distributed_checkpoint.data_file import Piece, Progress, sync_folder
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    ChunkGrid,
+    ChunkList,
+    Chunks,
+)
+from hyper_parallel.core.distributed_checkpoint.data_file import (
+    Piece,
+    Progress,
+    sync_folder,
+)
 from hyper_parallel.core.distributed_checkpoint.entries import whole_on
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter, new_tag
+from hyper_parallel.core.distributed_checkpoint.filesystem import (
+    FileSystemWriter,
+    new_tag,
+)
 from hyper_parallel.core.distributed_checkpoint.format import Stored, to_bytes
 from hyper_parallel.core.distributed_checkpoint.header import FOREIGN_CODES, PARTS
 from hyper_parallel.core.distributed_checkpoint.hugging_face import (
@@ -39,9 +50,17 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from hyper_parallel.core.distributed_checkpoint.metadata import Path as Steps
-from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from hyper_parallel.core.distributed_checkpoint.state_dict import nested
-from hyper_parallel.core.distributed_checkpoint.streaming import Source, write_plain_file
+from hyper_parallel.core.distributed_checkpoint.streaming import (
+    Source,
+    write_plain_file,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -55,9 +74,15 @@ def checkpoint_to_state_dict(
 
     Tied tensors are one. What each rank had its own of is a tensor with a row for each, or a dict by rank.
     """
-    with Source(reader_for(folder, follow_links=follow_links, allow_pickle=allow_pickle)) as source:
+    with Source(
+        reader_for(folder, follow_links=follow_links, allow_pickle=allow_pickle)
+    ) as source:
         values: dict[str, Any] = dict(source.objects)
-        stored = {name: _tensor(source, name) for name, entry in source.tensors.items() if entry.stored_as is None}
+        stored = {
+            name: _tensor(source, name)
+            for name, entry in source.tensors.items()
+            if entry.stored_as is None
+        }
         for name, entry in source.tensors.items():
             values[name] = stored[entry.stored_as or name]
         return nested(values, source.metadata.planner_data)
@@ -102,7 +127,9 @@ def hugging_face_to_checkpoint(
     progress: Progress | None = None,
 ) -> Metadata:
     """Makes a checkpoint of one file; with the prefix "model." it is that of {"model": {...}}."""
-    with Source(reader_for(folder, follow_links=follow_links, allow_pickle=None)) as source:
+    with Source(
+        reader_for(folder, follow_links=follow_links, allow_pickle=None)
+    ) as source:
         return _write_checkpoint(source, checkpoint, prefix, progress)
 
 
@@ -118,12 +145,23 @@ def checkpoint_to_file(
     path = Path(file)
     if not overwrite and os.path.lexists(path):
         raise CheckpointError(
-            coded("HP506", "is there already; choose another name, or pass overwrite=True"), file=path
+            coded(
+                "HP506", "is there already; choose another name, or pass overwrite=True"
+            ),
+            file=path,
         )
     growing = path.with_name(f"{path.name}.tmp")
-    with Source(reader_for(checkpoint, follow_links=follow_links, allow_pickle=None)) as source:
-        own = [name for name, entry in source.tensors.items() if entry.stored_as is None]
-        text = to_bytes(_whole(source, {name: name for name in source.tensors}, _one_chunk, new_tag())).decode()
+    with Source(
+        reader_for(checkpoint, follow_links=follow_links, allow_pickle=None)
+    ) as source:
+        own = [
+            name for name, entry in source.tensors.items() if entry.stored_as is None
+        ]
+        text = to_bytes(
+            _whole(
+                source, {name: name for name in source.tensors}, _one_chunk, new_tag()
+            )
+        ).decode()
         pieces = [_piece(source, name) for name in own]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_plain_file(growing, pieces, {"format": "pt", OUR_TEXT: text}, progress)
@@ -131,7 +169,9 @@ def checkpoint_to_file(
     sync_folder(path.parent)
 
 
-def file_to_checkpoint(file: Place, checkpoint: Place, *, progress: Progress | None = None) -> Metadata:
+def file_to_checkpoint(
+    file: Place, checkpoint: Place, *, progress: Progress | None = None
+) -> Metadata:
     """Makes a checkpoint of one file; what `checkpoint_to_file` wrote comes back as it was."""
     with Source(reader_for(file, allow_pickle=None)) as source:
         return _write_checkpoint(source, checkpoint, "", progress)
@@ -142,7 +182,9 @@ def file_to_checkpoint(file: Place, checkpoint: Place, *, progress: Progress | N
 
 def _tensor(source: Source, name: str) -> Any:
     platform, size = get_platform(), source.tensors[name].size
-    made = platform.empty(size, dtype=platform.str_to_dtype(source.dtype(name)), device="cpu")
+    made = platform.empty(
+        size, dtype=platform.str_to_dtype(source.dtype(name)), device="cpu"
+    )
     source.read(name, tuple((0, n) for n in size), platform.tensor_memory(made))
     return made
 
@@ -162,23 +204,36 @@ def _one_rank(size: tuple[int, ...]) -> Chunks:
     return ChunkGrid(size, whole_on(1, len(size)))
 
 
-def _whole(source: Source, names: Mapping[str, str], chunks: Any, tag: str, paths: Any = None) -> Metadata:
+def _whole(
+    source: Source, names: Mapping[str, str], chunks: Any, tag: str, paths: Any = None
+) -> Metadata:
     """What a source holds, each tensor in one piece, under other names: from the old to the new."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for old, new in names.items():
         entry = source.tensors[old]
         stored_as = None if entry.stored_as is None else names[entry.stored_as]
         properties = TensorProperties(source.dtype(old), entry.properties.requires_grad)
-        entries[new] = TensorStorageMetadata(properties, tuple(entry.size), chunks(tuple(entry.size)), stored_as)
+        entries[new] = TensorStorageMetadata(
+            properties, tuple(entry.size), chunks(tuple(entry.size)), stored_as
+        )
     entries.update((name, BytesStorageMetadata()) for name in source.objects)
     steps = source.metadata.planner_data if paths is None else paths
-    stored = Stored(tag, 1, source.objects, f"hyper_parallel {version('hyper_parallel')}")
+    stored = Stored(
+        tag, 1, source.objects, f"hyper_parallel {version('hyper_parallel')}"
+    )
     return Metadata(dict(sorted(entries.items())), dict(sorted(steps.items())), stored)
 
 
-def _write_checkpoint(source: Source, folder: Place, prefix: str, progress: Progress | None) -> Metadata:
+def _write_checkpoint(
+    source: Source, folder: Place, prefix: str, progress: Progress | None
+) -> Metadata:
     planner = _StreamPlanner(source, prefix)
-    return save({}, storage_writer=FileSystemWriter(folder, progress=progress), planner=planner, no_dist=True)
+    return save(
+        {},
+        storage_writer=FileSystemWriter(folder, progress=progress),
+        planner=planner,
+        no_dist=True,
+    )
 
 
 class _StreamPlanner(SavePlanner):
@@ -187,7 +242,10 @@ class _StreamPlanner(SavePlanner):
     def __init__(self, source: Source, prefix: str) -> None:
         if prefix and (not prefix.endswith(".") or "" in prefix[:-1].split(".")):
             raise ValueError(
-                coded("HP513", f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}")
+                coded(
+                    "HP513",
+                    f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}",
+                )
             )
         self._source = source
         self._names = {name: prefix + name for name in source.tensors}
@@ -195,8 +253,13 @@ class _StreamPlanner(SavePlanner):
         paths: dict[str, Steps] = dict(source.metadata.planner_data)
         if prefix:
             keys = prefix[:-1].split(".")
-            moved = {prefix + name: (*keys, *paths.get(name, (name,))) for name in source.tensors}
-            paths = {name: path for name, path in paths.items() if name in source.objects} | moved
+            moved = {
+                prefix + name: (*keys, *paths.get(name, (name,)))
+                for name in source.tensors
+            }
+            paths = {
+                name: path for name, path in paths.items() if name in source.objects
+            } | moved
         self._metadata = _whole(source, self._names, _one_rank, new_tag(), paths)
 
     def configure_planner(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -204,18 +267,37 @@ class _StreamPlanner(SavePlanner):
 
     def build_local_plan(self) -> SavePlan:
         objects = self._source.objects.items()
-        items = [WriteItem(MetadataIndex(n), WriteItemType.BYTE_IO, bytes_io_data=value) for n, value in objects]
+        items = [
+            WriteItem(MetadataIndex(n), WriteItemType.BYTE_IO, bytes_io_data=value)
+            for n, value in objects
+        ]
         return SavePlan([*self._tensor_items(), *items])
 
     def _tensor_items(self) -> list[WriteItem]:
         items = []
         for name, entry in self._metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and entry.stored_as is None and entry.nbytes():
-                data = {"chunk": entry.chunks[0], "properties": entry.properties, "size": entry.size}
-                items.append(WriteItem(MetadataIndex(name, entry.chunks[0].offsets, 0), WriteItemType.TENSOR, data))
+            if (
+                isinstance(entry, TensorStorageMetadata)
+                and entry.stored_as is None
+                and entry.nbytes()
+            ):
+                data = {
+                    "chunk": entry.chunks[0],
+                    "properties": entry.properties,
+                    "size": entry.size,
+                }
+                items.append(
+                    WriteItem(
+                        MetadataIndex(name, entry.chunks[0].offsets, 0),
+                        WriteItemType.TENSOR,
+                        data,
+                    )
+                )
         return items
 
-    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def build_global_plan(
+        self, all_plans: Sequence[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         return list(all_plans), self._metadata
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:

@@ -72,7 +72,11 @@ class Entry:
         for number, box, _ in self.grid().parts_at(coordinate):
             chunk = chunk_of(box)
             data = {"chunk": chunk, "properties": self.properties(), "size": self.size}
-            yield WriteItem(MetadataIndex(self.name, chunk.offsets, number), WriteItemType.TENSOR, data)
+            yield WriteItem(
+                MetadataIndex(self.name, chunk.offsets, number),
+                WriteItemType.TENSOR,
+                data,
+            )
 
 
 def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
@@ -80,21 +84,35 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
     dtype, size = dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype not in ITEM_SIZES:
         raise CheckpointError(
-            coded("HP510", f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}"), field=name
+            coded(
+                "HP510",
+                f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}",
+            ),
+            field=name,
         )
     local = get_platform().get_param_local_data(tensor)
     if not get_platform().is_dense(local):
-        raise CheckpointError(coded("HP510", "sparse tensors cannot be stored; make it dense"), field=name)
+        raise CheckpointError(
+            coded("HP510", "sparse tensors cannot be stored; make it dense"), field=name
+        )
     if get_platform().is_meta(local):
         raise CheckpointError(
-            coded("HP510", "the tensor is on the meta device and has no data; initialise it first"), field=name
+            coded(
+                "HP510",
+                "the tensor is on the meta device and has no data; initialise it first",
+            ),
+            field=name,
         )
     layout = getattr(tensor, "layout", None)
     grad = get_platform().requires_grad(tensor)
     if isinstance(layout, Layout):
         if layout.is_partial():
             raise CheckpointError(
-                coded("HP510", f"{layout} has a pending reduction: call reduce_partial() on it first"), field=name
+                coded(
+                    "HP510",
+                    f"{layout} has a pending reduction: call reduce_partial() on it first",
+                ),
+                field=name,
             )
         return Entry(name, dtype, size, cut_of(layout.bind(len(size))), grad)
     return Entry(name, dtype, size, whole_on(world_size, len(size)), grad)
@@ -124,7 +142,9 @@ def whole_on(world_size: int, ndim: int) -> Cut:
 @lru_cache(maxsize=1024)
 def row_on_each(world_size: int, ndim: int) -> Cut:
     """A tensor of which each rank has one row."""
-    return Cut((world_size,), range(world_size), ((0,), *((),) * (ndim - 1)), names=("rank",))
+    return Cut(
+        (world_size,), range(world_size), ((0,), *((),) * (ndim - 1)), names=("rank",)
+    )
 
 
 def sampled(tensor: Any) -> int:
@@ -135,7 +155,9 @@ def sampled(tensor: Any) -> int:
     count, value = flat.shape[0], 0
     starts = [0] if count <= 3 * length else [0, count // 2, count - length]
     for start in starts:
-        piece = platform.host_tensor(flat[start : start + (length if len(starts) > 1 else count)])
+        piece = platform.host_tensor(
+            flat[start : start + (length if len(starts) > 1 else count)]
+        )
         value = zlib.crc32(platform.tensor_memory(piece).tobytes(), value)
     return value
 
@@ -147,13 +169,21 @@ def writers(entries: Iterable[Entry]) -> dict[str, int]:
     """
     families: dict[Any, list[Entry]] = {}
     for entry in entries:
-        families.setdefault((entry.cut.mesh_shape, entry.cut.ranks, entry.cut.copying), []).append(entry)
+        families.setdefault(
+            (entry.cut.mesh_shape, entry.cut.ranks, entry.cut.copying), []
+        ).append(entry)
     chosen: dict[str, int] = {}
-    for number, (_, family) in enumerate(sorted(families.items(), key=lambda item: repr(item[0]))):
+    for number, (_, family) in enumerate(
+        sorted(families.items(), key=lambda item: repr(item[0]))
+    ):
         replicas = family[0].cut.replicas
-        shift = number * replicas // len(families)  # the largest of every family do not all go to the first rank
+        shift = (
+            number * replicas // len(families)
+        )  # the largest of every family do not all go to the first rank
         loads = [(0, replica) for replica in range(min(replicas, len(family)))]
-        for entry in sorted(family, key=lambda entry: (-entry.chunk_bytes(), entry.name)):
+        for entry in sorted(
+            family, key=lambda entry: (-entry.chunk_bytes(), entry.name)
+        ):
             load, replica = loads[0]
             heapq.heapreplace(loads, (load + entry.chunk_bytes(), replica))
             chosen[entry.name] = (replica + shift) % replicas

@@ -9,7 +9,9 @@ from pathlib import Path
 class CheckpointError(RuntimeError):
     """Names the file and the field where there is one; ``file`` and ``field`` say so in data."""
 
-    def __init__(self, message: str, *, file: str | Path | None = None, field: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, file: str | Path | None = None, field: str | None = None
+    ) -> None:
         place = f"{file}: " if file is not None else ""
         super().__init__(f"{place}{field}: {message}" if field else f"{place}{message}")
         self.message = message
@@ -22,7 +24,11 @@ class CheckpointError(RuntimeError):
 
 
 def _remade(
-    cls: type[CheckpointError], text: str, message: str, file: str | None, field: str | None
+    cls: type[CheckpointError],
+    text: str,
+    message: str,
+    file: str | None,
+    field: str | None,
 ) -> CheckpointError:
     made = cls(text)
     made.message, made.file, made.field = message, file, field

@@ -57,11 +57,18 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
     WriteItemType,
 )
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
-from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageReader, StorageWriter, WriteResult
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    SaveRun,
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
-_OURS = re.compile(r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?")
+_OURS = re.compile(
+    r"(data-(?P<tag>[0-9a-f]{16})-\d{5,}\.safetensors|checkpoint\.json)(\.[0-9a-f]{16})?(\.tmp)?"
+)
 
 _Located = list[tuple[Entry, ReadItem]]
 _MOST_OPEN = 64  # files that stay open between a look at them and reading
@@ -75,7 +82,12 @@ def new_tag() -> str:
 class FileSystemWriter(StorageWriter):
     """Writes into a folder that all ranks see."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
         self._folder = None if path is None else Path(path)
         self._progress = progress
         self._run = SaveRun("")
@@ -86,7 +98,12 @@ class FileSystemWriter(StorageWriter):
     def folder(self) -> Path:
         """Where the checkpoint goes."""
         if self._folder is None:
-            raise ValueError(coded("HP513", "FileSystemWriter has no folder: pass one, or a checkpoint_id"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    "FileSystemWriter has no folder: pass one, or a checkpoint_id",
+                )
+            )
         return self._folder
 
     def initialize_writer(self, checkpoint_id: Any) -> None:
@@ -99,7 +116,8 @@ class FileSystemWriter(StorageWriter):
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                coded("HP505", f"the folder cannot be made: {error.strerror}"), file=self.folder
+                coded("HP505", f"the folder cannot be made: {error.strerror}"),
+                file=self.folder,
             ) from error
 
     def execute_write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -109,26 +127,56 @@ class FileSystemWriter(StorageWriter):
         if tensors:
             self._own = self.folder / data_file_name(self._run.token, self._run.rank)
             pieces = [_piece(item, planner) for item in tensors]
-            write_data_file(self._own, pieces, tag=self._run.token, rank=self._run.rank, progress=self._progress)
-        written = [WriteResult(item.index, item.tensor_storage_size() or 0) for item in tensors]
+            write_data_file(
+                self._own,
+                pieces,
+                tag=self._run.token,
+                rank=self._run.rank,
+                progress=self._progress,
+            )
+        written = [
+            WriteResult(item.index, item.tensor_storage_size() or 0) for item in tensors
+        ]
         objects = (item for item in plan.items if item.type is WriteItemType.BYTE_IO)
-        return written + [WriteResult(item.index, 0, planner.get_data(item)) for item in objects]
+        return written + [
+            WriteResult(item.index, 0, planner.get_data(item)) for item in objects
+        ]
 
-    def finalize_checkpoint(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
-        found = {result.index.fqn: result.storage_data for each in results for result in each}
-        objects = {
-            n: found[n] for n, m in metadata.state_dict_metadata.items() if not isinstance(m, TensorStorageMetadata)
+    def finalize_checkpoint(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> Metadata:
+        found = {
+            result.index.fqn: result.storage_data for each in results for result in each
         }
-        stored = Stored(self._run.token, self._run.ranks, objects, f"hyper_parallel {version('hyper_parallel')}")
-        whole = Metadata(metadata.state_dict_metadata, metadata.planner_data, stored, metadata.version)
+        objects = {
+            n: found[n]
+            for n, m in metadata.state_dict_metadata.items()
+            if not isinstance(m, TensorStorageMetadata)
+        }
+        stored = Stored(
+            self._run.token,
+            self._run.ranks,
+            objects,
+            f"hyper_parallel {version('hyper_parallel')}",
+        )
+        whole = Metadata(
+            metadata.state_dict_metadata,
+            metadata.planner_data,
+            stored,
+            metadata.version,
+        )
         self._write_metadata(to_bytes(whole, allow_pickle=self._allow_pickle))
-        with suppress(OSError):  # the checkpoint is whole, whatever else is there; the next save tries again
+        with suppress(
+            OSError
+        ):  # the checkpoint is whole, whatever else is there; the next save tries again
             remove_leftovers(self.folder, self._run.token)
         return whole
 
     def abandon(self) -> None:
         if self._own is not None:
-            with suppress(OSError):  # the others wait to be told what really went wrong; the next save removes it
+            with suppress(
+                OSError
+            ):  # the others wait to be told what really went wrong; the next save removes it
                 self._own.unlink(missing_ok=True)
 
     def _write_metadata(self, text: bytes) -> None:
@@ -146,7 +194,8 @@ class FileSystemWriter(StorageWriter):
         except OSError as error:
             growing.unlink(missing_ok=True)
             raise CheckpointError(
-                coded("HP505", f"the metadata cannot be written: {error.strerror}"), file=target
+                coded("HP505", f"the metadata cannot be written: {error.strerror}"),
+                file=target,
             ) from error
         data_file.phase("metadata synced")
 
@@ -172,7 +221,12 @@ def _piece(item: WriteItem, planner: SavePlanner) -> Piece:
     assert item.tensor_data is not None
     chunk, size = item.tensor_data["chunk"], item.tensor_data["size"]
     dtype = dtype_name(item.tensor_data["properties"].dtype)
-    return Piece(key_of(item.index.fqn, chunk, size), dtype, chunk.sizes, lambda: bytes_of(planner.get_data(item)))
+    return Piece(
+        key_of(item.index.fqn, chunk, size),
+        dtype,
+        chunk.sizes,
+        lambda: bytes_of(planner.get_data(item)),
+    )
 
 
 def bytes_of(tensor: Any) -> Bytes:
@@ -211,7 +265,12 @@ class FileSystemReader(StorageReader):
     def folder(self) -> Path:
         """Where the checkpoint is."""
         if self._folder is None:
-            raise ValueError(coded("HP513", "FileSystemReader has no folder: pass one, or a checkpoint_id"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    "FileSystemReader has no folder: pass one, or a checkpoint_id",
+                )
+            )
         return self._folder
 
     def initialize_reader(self, checkpoint_id: Any) -> None:
@@ -226,9 +285,18 @@ class FileSystemReader(StorageReader):
             data = data_file.read_small_file(file, MOST_BYTES)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                torn = self.folder.is_dir() and any(_OURS.fullmatch(path.name) for path in self.folder.iterdir())
-                why = "a save into it did not come to its end" if torn else "nothing was saved there"
-                raise CheckpointError(coded("HP501", f"there is no whole checkpoint here: {why}"), file=file) from error
+                torn = self.folder.is_dir() and any(
+                    _OURS.fullmatch(path.name) for path in self.folder.iterdir()
+                )
+                why = (
+                    "a save into it did not come to its end"
+                    if torn
+                    else "nothing was saved there"
+                )
+                raise CheckpointError(
+                    coded("HP501", f"there is no whole checkpoint here: {why}"),
+                    file=file,
+                ) from error
             raise
         return from_bytes(data, file, allow_pickle=self._allow_pickle)
 
@@ -239,19 +307,33 @@ class FileSystemReader(StorageReader):
         for place, items in self._by_place(plan).items():
             file = self.open(place)
             located: _Located = []
-            self._opened[place] = file, plan, located  # before anything is found wrong with it, so that it is closed
+            self._opened[place] = (
+                file,
+                plan,
+                located,
+            )  # before anything is found wrong with it, so that it is closed
             located += self._located(file, items)
             if len(self._opened) > _MOST_OPEN:
                 self._opened.pop(place)[0].close()
 
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         for place, items in self._by_place(plan).items():
-            file, checked, located = self._opened.pop(place, None) or (self.open(place), None, [])
+            file, checked, located = self._opened.pop(place, None) or (
+                self.open(place),
+                None,
+                [],
+            )
             with file:
-                self._read(file, located if checked is plan else self._located(file, items), planner)
+                self._read(
+                    file,
+                    located if checked is plan else self._located(file, items),
+                    planner,
+                )
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.apply_bytes(item, self._known().storage_data.objects[item.storage_index.fqn])
+                planner.apply_bytes(
+                    item, self._known().storage_data.objects[item.storage_index.fqn]
+                )
 
     def close(self) -> None:
         for place in list(self._opened):
@@ -261,7 +343,9 @@ class FileSystemReader(StorageReader):
         """The data file of a place."""
         assert isinstance(place, int)
         tag = self._known().storage_data.tag
-        return open_data_file(self.folder / data_file_name(tag, place), tag=tag, rank=place)
+        return open_data_file(
+            self.folder / data_file_name(tag, place), tag=tag, rank=place
+        )
 
     def key(self, name: str, chunk: ChunkStorageMetadata) -> str:
         """What a chunk is called in its file."""
@@ -274,12 +358,19 @@ class FileSystemReader(StorageReader):
         key = self.key(name, chunk)
         found = file.header.entries.get(key)
         if found is None:
-            raise CheckpointError(coded("HP503", "the file does not have this chunk"), file=file.path, field=key)
+            raise CheckpointError(
+                coded("HP503", "the file does not have this chunk"),
+                file=file.path,
+                field=key,
+            )
         if found.dtype == PARTS.get(dtype):
             dtype, sizes = PARTS[dtype], (*sizes, 2)
         if (found.dtype, found.shape) != (dtype, sizes):
             raise CheckpointError(
-                coded("HP503", f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}"),
+                coded(
+                    "HP503",
+                    f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
+                ),
                 file=file.path,
                 field=key,
             )
@@ -287,7 +378,10 @@ class FileSystemReader(StorageReader):
 
     def _located(self, file: DataFile, items: list[ReadItem]) -> _Located:
         """The items with their chunks, in the order of the file."""
-        found = [(self.entry(file, item.storage_index.fqn, self._chunk(item)), item) for item in items]
+        found = [
+            (self.entry(file, item.storage_index.fqn, self._chunk(item)), item)
+            for item in items
+        ]
         return sorted(found, key=lambda pair: (pair[0].start, pair[1].storage_offsets))
 
     def _read(self, file: DataFile, located: _Located, planner: LoadPlanner) -> None:
@@ -307,11 +401,15 @@ class FileSystemReader(StorageReader):
             found.setdefault(chunks.place(_number(item)), []).append(item)
         places = sorted(found, key=str)
         platform = get_platform()
-        first = platform.get_rank() * len(places) // platform.get_world_size()  # not all ranks at one file at a time
+        first = (
+            platform.get_rank() * len(places) // platform.get_world_size()
+        )  # not all ranks at one file at a time
         return {place: found[place] for place in places[first:] + places[:first]}
 
     def _chunk(self, item: ReadItem) -> ChunkStorageMetadata:
-        return as_chunks(self._stored(item.storage_index.fqn).chunks).chunk(_number(item))
+        return as_chunks(self._stored(item.storage_index.fqn).chunks).chunk(
+            _number(item)
+        )
 
     def _stored(self, name: str) -> TensorStorageMetadata:
         stored = self._known().state_dict_metadata[name]
@@ -329,11 +427,15 @@ def _number(item: ReadItem) -> int:
     return item.storage_index.index
 
 
-def read_box(file: DataFile, entry: Entry, item: ReadItem, memory: NDArray[Any], *, verify: bool) -> int:
+def read_box(
+    file: DataFile, entry: Entry, item: ReadItem, memory: NDArray[Any], *, verify: bool
+) -> int:
     """Fills an array of opaque elements, of the item's lengths, from a chunk; returns how many bytes were read."""
     offsets, lengths = item.storage_offsets, item.lengths
     if entry.item_size < memory.dtype.itemsize:  # complex numbers are stored as pairs
-        pairs = np.lib.stride_tricks.as_strided(memory, (*memory.shape, 1), (*memory.strides, memory.dtype.itemsize))
+        pairs = np.lib.stride_tricks.as_strided(
+            memory, (*memory.shape, 1), (*memory.strides, memory.dtype.itemsize)
+        )
         memory = pairs.view(f"V{entry.item_size}")
         offsets, lengths = (*offsets, 0), (*lengths, 2)
     return file.read(entry, offsets, lengths, memory, verify=verify)

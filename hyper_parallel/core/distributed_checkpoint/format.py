@@ -20,7 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, ChunkList, Chunks, Cut
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    ChunkGrid,
+    ChunkList,
+    Chunks,
+    Cut,
+)
 from hyper_parallel.core.distributed_checkpoint.codec import decode, encode
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import (
@@ -33,7 +38,12 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     TensorStorageMetadata,
     dtype_name,
 )
-from hyper_parallel.core.distributed_checkpoint.strict_json import END, Field, is_text, parse
+from hyper_parallel.core.distributed_checkpoint.strict_json import (
+    END,
+    Field,
+    is_text,
+    parse,
+)
 from hyper_parallel.platform.error_codes import coded
 
 METADATA_FILE = "checkpoint.json"
@@ -44,13 +54,29 @@ MOST_DIMS = 64  # of a tensor, and axes of a mesh
 MOST_STEPS = 64  # of a path
 RANKS_END = 2**31
 
-_FIELDS = ("format", "version", "tag", "block", "ranks", "library", "layouts", "tensors", "objects", "paths", "crc32")
+_FIELDS = (
+    "format",
+    "version",
+    "tag",
+    "block",
+    "ranks",
+    "library",
+    "layouts",
+    "tensors",
+    "objects",
+    "paths",
+    "crc32",
+)
 _ENDING = b',\n"crc32":"%08x"}\n'
 _ENDING_SIZE = len(_ENDING % 0)
 _PRIME = 2**61 - 1
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_json = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False
+).encode
 _POSITION = 0
-_Layout = tuple[Cut, dict[int, int]]  # with the sum of each dim's sections, which many tensors may ask for
+_Layout = tuple[
+    Cut, dict[int, int]
+]  # with the sum of each dim's sections, which many tensors may ask for
 _Order = tuple[tuple[int, int, str], ...]
 
 
@@ -71,7 +97,11 @@ def data_file_name(tag: str, rank: int) -> str:
 
 def key_of(name: str, chunk: ChunkStorageMetadata, size: Sequence[int]) -> str:
     """The key of a chunk in its file: the tensor's name, and where the chunk begins unless it is the whole."""
-    return name if chunk.sizes == tuple(size) else f"{name}@{','.join(map(str, chunk.offsets))}"
+    return (
+        name
+        if chunk.sizes == tuple(size)
+        else f"{name}@{','.join(map(str, chunk.offsets))}"
+    )
 
 
 def to_bytes(metadata: Metadata, *, allow_pickle: bool = False) -> bytes:
@@ -79,7 +109,11 @@ def to_bytes(metadata: Metadata, *, allow_pickle: bool = False) -> bytes:
     stored: Stored = metadata.storage_data
     layouts = _Layouts()
     entries = metadata.state_dict_metadata.items()
-    objects = {name: stored.objects[name] for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
+    objects = {
+        name: stored.objects[name]
+        for name, entry in entries
+        if isinstance(entry, BytesStorageMetadata)
+    }
     paths = (metadata.planner_data or {}).items()
     root = {
         "format": FORMAT,
@@ -89,16 +123,29 @@ def to_bytes(metadata: Metadata, *, allow_pickle: bool = False) -> bytes:
         "ranks": stored.ranks,
         "library": stored.library,
         "layouts": layouts.all,
-        "tensors": {n: layouts.tensor(entry) for n, entry in entries if isinstance(entry, TensorStorageMetadata)},
-        "objects": {name: encode(value, name, allow_pickle=allow_pickle) for name, value in objects.items()},
-        "paths": {name: [list(step) if type(step) is tuple else step for step in path] for name, path in paths},
+        "tensors": {
+            n: layouts.tensor(entry)
+            for n, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        },
+        "objects": {
+            name: encode(value, name, allow_pickle=allow_pickle)
+            for name, value in objects.items()
+        },
+        "paths": {
+            name: [list(step) if type(step) is tuple else step for step in path]
+            for name, path in paths
+        },
         "crc32": "",
     }
     _metadata(Field(root, METADATA_FILE), objects)
     text = _text({key: value for key, value in root.items() if key != "crc32"}).encode()
     if len(text) + _ENDING_SIZE > MOST_BYTES:
         raise CheckpointError(
-            coded("HP510", f"would have {len(text)} bytes, expected at most {MOST_BYTES}"), file=METADATA_FILE
+            coded(
+                "HP510", f"would have {len(text)} bytes, expected at most {MOST_BYTES}"
+            ),
+            file=METADATA_FILE,
         )
     return text + _ENDING % zlib.crc32(text)
 
@@ -113,16 +160,26 @@ class _Layouts:
 
     def tensor(self, entry: TensorStorageMetadata) -> dict[str, Any]:
         """The JSON of a tensor."""
-        made: dict[str, Any] = {"dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size)}
+        made: dict[str, Any] = {
+            "dtype": dtype_name(entry.properties.dtype),
+            "shape": list(entry.size),
+        }
         if entry.stored_as is not None:
             made["stored_as"] = entry.stored_as
         elif isinstance(entry.chunks, ChunkGrid):
-            made.update(layout=self._number(entry.chunks.cut), replica=entry.chunks.replica)
+            made.update(
+                layout=self._number(entry.chunks.cut), replica=entry.chunks.replica
+            )
         else:
             assert isinstance(entry.chunks, Chunks)
             chunks = enumerate(entry.chunks)
-            made["chunks"] = [[list(c.offsets), list(c.sizes), entry.chunks.place(number)] for number, c in chunks]
-        return {**made, "requires_grad": True} if entry.properties.requires_grad else made
+            made["chunks"] = [
+                [list(c.offsets), list(c.sizes), entry.chunks.place(number)]
+                for number, c in chunks
+            ]
+        return (
+            {**made, "requires_grad": True} if entry.properties.requires_grad else made
+        )
 
     def _number(self, cut: Cut) -> int:
         if id(cut) not in self._by_id:  # the tensors keep their cuts alive
@@ -135,15 +192,22 @@ class _Layouts:
 
 
 def _layout_json(cut: Cut) -> dict[str, Any]:
-    made: dict[str, Any] = {"mesh": list(cut.mesh_shape), "names": None if cut.names is None else list(cut.names)}
+    made: dict[str, Any] = {
+        "mesh": list(cut.mesh_shape),
+        "names": None if cut.names is None else list(cut.names),
+    }
     first = cut.ranks[0] if cut.ranks else 0
-    if cut.ranks == (span := range(first, first + len(cut.ranks))) or cut.ranks == tuple(span):
+    if cut.ranks == (
+        span := range(first, first + len(cut.ranks))
+    ) or cut.ranks == tuple(span):
         made["first"] = first
     else:
         made["ranks"] = list(cut.ranks)
     made["cuts"] = [list(axes) for axes in cut.dim_axes]
     if cut.sections:
-        made["sections"] = {str(dim): list(sizes) for dim, sizes in sorted(cut.sections.items())}
+        made["sections"] = {
+            str(dim): list(sizes) for dim, sizes in sorted(cut.sections.items())
+        }
     return made
 
 
@@ -161,23 +225,35 @@ def _text(root: Mapping[str, Any]) -> str:
     return "{" + ",\n".join(parts)
 
 
-def from_bytes(data: bytes, file: str | Path, *, allow_pickle: bool | None = False) -> Metadata:
+def from_bytes(
+    data: bytes, file: str | Path, *, allow_pickle: bool | None = False
+) -> Metadata:
     """The metadata in a file; every number and name of it is good to be used."""
     root = _opened(data, file)
     root.record(*_FIELDS)
     values = root["objects"].object().items()
-    objects = {name: decode(value, name, file, allow_pickle=allow_pickle) for name, value in values}
+    objects = {
+        name: decode(value, name, file, allow_pickle=allow_pickle)
+        for name, value in values
+    }
     return _metadata(root, objects)
 
 
 def _opened(data: bytes, file: str | Path) -> Field:
     """The file's object, if its checksum is right and this library knows its version."""
     if len(data) > MOST_BYTES:
-        raise CheckpointError(coded("HP503", f"has {len(data)} bytes, expected at most {MOST_BYTES}"), file=file)
+        raise CheckpointError(
+            coded("HP503", f"has {len(data)} bytes, expected at most {MOST_BYTES}"),
+            file=file,
+        )
     body, ending = data[:-_ENDING_SIZE], data[-_ENDING_SIZE:]
     if not re.fullmatch(rb',\n"crc32":"[0-9a-f]{8}"}\n', ending):
         raise CheckpointError(
-            coded("HP502", "does not end with its checksum: it was cut short, or is no checkpoint"), file=file
+            coded(
+                "HP502",
+                "does not end with its checksum: it was cut short, or is no checkpoint",
+            ),
+            file=file,
         )
     if ending != _ENDING % (actual := zlib.crc32(body)):
         told = f"the bytes before it give {actual:08x}: the file is damaged, load another checkpoint"
@@ -199,12 +275,27 @@ def _metadata(root: Field, objects: Mapping[str, Any]) -> Metadata:
         root["block"].expected(str(BLOCK))
     if not re.fullmatch("[0-9a-f]{16}", root["tag"].text()):
         root["tag"].expected("16 lower-case hexadecimal digits")
-    stored = Stored(root.value["tag"], root["ranks"].integer(1, RANKS_END), objects, root["library"].text())
+    stored = Stored(
+        root.value["tag"],
+        root["ranks"].integer(1, RANKS_END),
+        objects,
+        root["library"].text(),
+    )
     layouts = [_layout(field) for field in root["layouts"].elements()]
     everything = {_tensor_name(field): field for field in root["tensors"].values()}
-    is_tied = {name: "stored_as" in field.object() for name, field in everything.items()}
-    tensors = {name: _tensor(field, layouts) for name, field in everything.items() if not is_tied[name]}
-    tied = {name: _tied(field, tensors) for name, field in everything.items() if is_tied[name]}
+    is_tied = {
+        name: "stored_as" in field.object() for name, field in everything.items()
+    }
+    tensors = {
+        name: _tensor(field, layouts)
+        for name, field in everything.items()
+        if not is_tied[name]
+    }
+    tied = {
+        name: _tied(field, tensors)
+        for name, field in everything.items()
+        if is_tied[name]
+    }
     plain = {_name(field): BytesStorageMetadata() for field in root["objects"].values()}
     for name in plain.keys() & everything.keys():
         root["objects"][name].fail("is also the name of a tensor")
@@ -215,7 +306,9 @@ def _metadata(root: Field, objects: Mapping[str, Any]) -> Metadata:
 def _name(field: Field) -> str:
     name = field.keys[-1]
     if not is_text(name) or str(name).startswith("@"):
-        field.fail("a name must be text without lone surrogates and must not begin with @; rename it")
+        field.fail(
+            "a name must be text without lone surrogates and must not begin with @; rename it"
+        )
     return str(name)
 
 
@@ -223,7 +316,9 @@ def _tensor_name(field: Field) -> str:
     """A name that no other tensor's chunk has as its key."""
     name = _name(field)
     if name == "__metadata__" or re.search(r"@[0-9]+(,[0-9]+)*\Z", name):
-        field.fail('a tensor must not be called "__metadata__" or end like the key of a chunk, "@0,4"; rename it')
+        field.fail(
+            'a tensor must not be called "__metadata__" or end like the key of a chunk, "@0,4"; rename it'
+        )
     return name
 
 
@@ -232,11 +327,17 @@ def _layout(field: Field) -> _Layout:
     mesh = field["mesh"].integers(1, RANKS_END)
     cuts = tuple(axes.integers(0, len(mesh)) for axes in field["cuts"].elements())
     if len(mesh) > MOST_DIMS or len(cuts) > MOST_DIMS:
-        field.fail(f"has {len(mesh)} axes and {len(cuts)} dims, expected at most {MOST_DIMS} of each")
+        field.fail(
+            f"has {len(mesh)} axes and {len(cuts)} dims, expected at most {MOST_DIMS} of each"
+        )
     used = [axis for axes in cuts for axis in axes]
     if len(used) > len(set(used)):
         field["cuts"].fail("an axis cuts twice")
-    names = None if field.value["names"] is None else tuple(name.text() for name in field["names"].elements())
+    names = (
+        None
+        if field.value["names"] is None
+        else tuple(name.text() for name in field["names"].elements())
+    )
     if names is not None and len(names) != len(mesh):
         field["names"].expected(f"a name for each of {len(mesh)} axes")
     sections = _sections(field, cuts)
@@ -250,15 +351,21 @@ def _mesh_ranks(field: Field, count: int) -> range | tuple[int, ...]:
     if "first" in field.value:
         first = field["first"].integer(0, RANKS_END)
         if first + count > RANKS_END:
-            field["mesh"].fail(f"its last rank would be {first + count - 1}, expected at most {RANKS_END - 1}")
+            field["mesh"].fail(
+                f"its last rank would be {first + count - 1}, expected at most {RANKS_END - 1}"
+            )
         return range(first, first + count)
     ranks = field["ranks"].integers(0, RANKS_END)
     if len(ranks) != count or len(set(ranks)) != count:
-        field["ranks"].expected(f"{count} different ranks, as many as the mesh has places")
+        field["ranks"].expected(
+            f"{count} different ranks, as many as the mesh has places"
+        )
     return ranks
 
 
-def _sections(field: Field, cuts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def _sections(
+    field: Field, cuts: Sequence[Sequence[int]]
+) -> dict[int, tuple[int, ...]]:
     made: dict[int, tuple[int, ...]] = {}
     if "sections" not in field.value:
         return made
@@ -277,7 +384,11 @@ def _tensor(field: Field, layouts: Sequence[_Layout]) -> TensorStorageMetadata:
     where = ("chunks",) if "chunks" in field.value else ("layout", "replica")
     field.record("dtype", "shape", *where, optional=("requires_grad",))
     dtype, size = _kind(field)
-    chunks = _list(field["chunks"], size) if "chunks" in where else _grid(field, size, layouts)
+    chunks = (
+        _list(field["chunks"], size)
+        if "chunks" in where
+        else _grid(field, size, layouts)
+    )
     return TensorStorageMetadata(_properties(field, dtype), size, chunks)
 
 
@@ -287,8 +398,13 @@ def _kind(field: Field) -> tuple[str, tuple[int, ...]]:
     if dtype not in ITEM_SIZES:
         field["dtype"].expected(f"one of {', '.join(ITEM_SIZES)}")
     # Sizes of 0 count as 1, so that no part of the shape is too large to be multiplied either.
-    if len(size) > MOST_DIMS or math.prod(max(n, 1) for n in size) * ITEM_SIZES[dtype] >= END:
-        field["shape"].fail(f"expected at most {MOST_DIMS} dims and less than 2**63 bytes")
+    if (
+        len(size) > MOST_DIMS
+        or math.prod(max(n, 1) for n in size) * ITEM_SIZES[dtype] >= END
+    ):
+        field["shape"].fail(
+            f"expected at most {MOST_DIMS} dims and less than 2**63 bytes"
+        )
     return dtype, size
 
 
@@ -302,10 +418,14 @@ def _properties(field: Field, dtype: str) -> TensorProperties:
 def _grid(field: Field, size: tuple[int, ...], layouts: Sequence[_Layout]) -> ChunkGrid:
     cut, totals = layouts[field["layout"].integer(0, len(layouts))]
     if len(cut.dim_axes) != len(size):
-        field["layout"].fail(f"cuts {len(cut.dim_axes)} dims, but the tensor has {len(size)}")
+        field["layout"].fail(
+            f"cuts {len(cut.dim_axes)} dims, but the tensor has {len(size)}"
+        )
     for dim, total in totals.items():
         if total != size[dim]:
-            field["layout"].fail(f"the sections of dim {dim} add up to {total}, expected {size[dim]}")
+            field["layout"].fail(
+                f"the sections of dim {dim} add up to {total}, expected {size[dim]}"
+            )
     return ChunkGrid(size, cut, field["replica"].integer(0, cut.replicas))
 
 
@@ -316,7 +436,9 @@ def _list(field: Field, size: tuple[int, ...]) -> ChunkList:
             chunk.expected("offsets, sizes and a rank")
         offsets, sizes = chunk[0].integers(0), chunk[1].integers(0)
         if not len(offsets) == len(sizes) == len(size):
-            chunk.fail(f"expected {len(size)} offsets and sizes, got {len(offsets)} and {len(sizes)}")
+            chunk.fail(
+                f"expected {len(size)} offsets and sizes, got {len(offsets)} and {len(sizes)}"
+            )
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
             chunk.fail(f"lies outside of the tensor, whose shape is {size}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
@@ -334,7 +456,9 @@ def fill(chunks: Iterable[ChunkStorageMetadata], size: Sequence[int]) -> bool:
     add up to that of the whole, whatever the numbers are. For boxes that do not, the difference is a polynomial of the
     numbers that is not zero, and such a one is 0 at a random point with a probability below 2**-50.
     """
-    numbers: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
+    numbers: defaultdict[tuple[int, int], int] = defaultdict(
+        lambda: secrets.randbelow(_PRIME)
+    )
 
     def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         made = 1
@@ -346,7 +470,9 @@ def fill(chunks: Iterable[ChunkStorageMetadata], size: Sequence[int]) -> bool:
     return (total - product([0] * len(size), size)) % _PRIME == 0
 
 
-def _tied(field: Field, stored: Mapping[str, TensorStorageMetadata]) -> TensorStorageMetadata:
+def _tied(
+    field: Field, stored: Mapping[str, TensorStorageMetadata]
+) -> TensorStorageMetadata:
     """A tensor that has no chunks of its own."""
     field.record("dtype", "shape", "stored_as", optional=("requires_grad",))
     other = stored.get(field["stored_as"].text())
@@ -354,8 +480,12 @@ def _tied(field: Field, stored: Mapping[str, TensorStorageMetadata]) -> TensorSt
         field["stored_as"].expected("the name of a tensor that is stored itself")
     dtype, size = _kind(field)
     if (other.properties.dtype, other.size) != (dtype, size):
-        field["stored_as"].fail(f"{other.properties.dtype} of shape {other.size} is stored there")
-    return TensorStorageMetadata(_properties(field, dtype), size, other.chunks, field.value["stored_as"])
+        field["stored_as"].fail(
+            f"{other.properties.dtype} of shape {other.size} is stored there"
+        )
+    return TensorStorageMetadata(
+        _properties(field, dtype), size, other.chunks, field.value["stored_as"]
+    )
 
 
 def _paths(field: Field, names: Iterable[str]) -> dict[str, tuple[Any, ...]]:
@@ -392,12 +522,23 @@ def _order(step: Any) -> tuple[int, int, str]:
     """What makes steps of all kinds comparable: positions in lists first."""
     if type(step) is int:
         return (_POSITION, step, "")
-    return (_POSITION + 1, step[0], "") if type(step) is tuple else (_POSITION + 2, 0, step)
+    return (
+        (_POSITION + 1, step[0], "")
+        if type(step) is tuple
+        else (_POSITION + 2, 0, step)
+    )
 
 
 def _problem(before: _Order, path: _Order) -> str | None:
     """What is wrong with a path, if ``before`` is the one before it in order; there is none before the first."""
-    same = next((n for n, (one, other) in enumerate(zip(before, path, strict=False)) if one != other), len(before))
+    same = next(
+        (
+            n
+            for n, (one, other) in enumerate(zip(before, path, strict=False))
+            if one != other
+        ),
+        len(before),
+    )
     if before and same == len(before):
         return "its path is also that of another value, or leads through one"
     if path[0][0] == _POSITION:

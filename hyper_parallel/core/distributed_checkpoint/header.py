@@ -23,7 +23,12 @@ from typing import Any
 from hyper_parallel.core.distributed_checkpoint.checksum import BLOCK
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, VERSION
-from hyper_parallel.core.distributed_checkpoint.strict_json import Field, is_text, parse, quoted
+from hyper_parallel.core.distributed_checkpoint.strict_json import (
+    Field,
+    is_text,
+    parse,
+    quoted,
+)
 from hyper_parallel.platform.error_codes import coded
 
 SUMS = "@xxh3"  # the key of the checksums
@@ -37,7 +42,10 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 FOREIGN_CODES = {**CODES, "complex64": "C64"}
 FOREIGN_DTYPES = {code: dtype for dtype, code in FOREIGN_CODES.items()}
-PARTS = {"complex64": "float32", "complex128": "float64"}  # stored as two of these, along one more dim
+PARTS = {
+    "complex64": "float32",
+    "complex128": "float64",
+}  # stored as two of these, along one more dim
 
 MOST_HEADER_BYTES = 100_000_000  # the same limit as in the safetensors library
 MOST_DIMS = 64
@@ -84,15 +92,24 @@ class Header:
 # --- writing
 
 
-def build_header(pieces: Sequence[tuple[str, str, Sequence[int]]], tag: str, rank: int) -> tuple[bytes, list[Entry]]:
+def build_header(
+    pieces: Sequence[tuple[str, str, Sequence[int]]], tag: str, rank: int
+) -> tuple[bytes, list[Entry]]:
     """(the first bytes of the file, what follows them, with the sums at the end) for chunks: (key, dtype, shape)."""
-    largest_first = sorted(pieces, key=lambda piece: -ITEM_SIZES[piece[1]])  # so that all elements are aligned
+    largest_first = sorted(
+        pieces, key=lambda piece: -ITEM_SIZES[piece[1]]
+    )  # so that all elements are aligned
     seen: set[str] = set()
     for key, _, _ in largest_first:
         _check_key(key, seen)
-    chunks = _laid_out((key, *_stored(dtype, shape)) for key, dtype, shape in largest_first)
+    chunks = _laid_out(
+        (key, *_stored(dtype, shape)) for key, dtype, shape in largest_first
+    )
     blocks = sum(chunk.blocks for chunk in chunks)
-    entries = [*chunks, Entry(SUMS, "uint64", (blocks,), _end(chunks), 8 * blocks, blocks)]
+    entries = [
+        *chunks,
+        Entry(SUMS, "uint64", (blocks,), _end(chunks), 8 * blocks, blocks),
+    ]
     head = _head(_text(entries, tag, rank))
     return head, [_moved(entry, len(head)) for entry in entries]
 
@@ -102,12 +119,17 @@ def build_plain_header(
 ) -> tuple[bytes, list[Entry]]:
     """The same for a file that any safetensors library wrote: other metadata, no checksums."""
     largest_first = sorted(pieces, key=lambda piece: -ITEM_SIZES[piece[1]])
-    entries = _laid_out((key, dtype, tuple(shape)) for key, dtype, shape in largest_first)
+    entries = _laid_out(
+        (key, dtype, tuple(shape)) for key, dtype, shape in largest_first
+    )
     text = _json({METADATA: dict(metadata)}, entries)
     size = -(-len(text) // 8) * 8
     if size > MOST_HEADER_BYTES:
         raise CheckpointError(
-            coded("HP510", f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+            coded(
+                "HP510",
+                f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
+            )
         )
     head = size.to_bytes(8, "little") + text.ljust(size)
     return head, [_moved(entry, len(head)) for entry in entries]
@@ -116,11 +138,19 @@ def build_plain_header(
 def _check_key(key: str, seen: set[str]) -> None:
     if key.startswith("@") or key == METADATA:
         raise CheckpointError(
-            coded("HP510", f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it"), field=key
+            coded(
+                "HP510",
+                f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it",
+            ),
+            field=key,
         )
     if key in seen:
         raise CheckpointError(
-            coded("HP510", "two chunks of one file have this key; rename one of the tensors"), field=key
+            coded(
+                "HP510",
+                "two chunks of one file have this key; rename one of the tensors",
+            ),
+            field=key,
         )
     seen.add(key)
 
@@ -135,7 +165,9 @@ def _laid_out(chunks: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[Entry]
     entries: list[Entry] = []
     start = block = 0
     for key, dtype, shape in chunks:
-        entry = Entry(key, dtype, shape, start, math.prod(shape) * ITEM_SIZES[dtype], block)
+        entry = Entry(
+            key, dtype, shape, start, math.prod(shape) * ITEM_SIZES[dtype], block
+        )
         entries.append(entry)
         start, block = start + entry.nbytes, block + entry.blocks
     return entries
@@ -146,7 +178,14 @@ def _end(entries: Sequence[Entry]) -> int:
 
 
 def _moved(entry: Entry, by: int) -> Entry:
-    return Entry(entry.key, entry.dtype, entry.shape, entry.start + by, entry.nbytes, entry.first_block)
+    return Entry(
+        entry.key,
+        entry.dtype,
+        entry.shape,
+        entry.start + by,
+        entry.nbytes,
+        entry.first_block,
+    )
 
 
 def _text(entries: Sequence[Entry], tag: str, rank: int) -> bytes:
@@ -163,13 +202,18 @@ def _text(entries: Sequence[Entry], tag: str, rank: int) -> bytes:
 def _json(header: dict[str, Any], entries: Sequence[Entry]) -> bytes:
     for entry in entries:
         span = [entry.start, entry.start + entry.nbytes]
-        header[entry.key] = {"dtype": FOREIGN_CODES[entry.dtype], "shape": entry.shape, "data_offsets": span}
+        header[entry.key] = {
+            "dtype": FOREIGN_CODES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": span,
+        }
     try:
         return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         bad = next(entry.key for entry in entries if not is_text(entry.key))
         raise CheckpointError(
-            coded("HP510", "a tensor's name is not valid Unicode; rename it"), field=ascii(bad)
+            coded("HP510", "a tensor's name is not valid Unicode; rename it"),
+            field=ascii(bad),
         ) from error
 
 
@@ -178,7 +222,10 @@ def _head(text: bytes) -> bytes:
     size = -(-(8 + len(text)) // BLOCK) * BLOCK - 8
     if size > MOST_HEADER_BYTES:
         raise CheckpointError(
-            coded("HP510", f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors")
+            coded(
+                "HP510",
+                f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
+            )
         )
     head = bytearray(size.to_bytes(8, "little") + text.ljust(size))
     head[CRC_PLACE] = b"%08x" % zlib.crc32(head)
@@ -196,7 +243,9 @@ def read_head(fd: int, file: object) -> bytes:
     head = start + _pread(fd, length, 8)
     if len(head) < 8 + length:
         raise CheckpointError(
-            coded("HP503", f"the file ends at byte {len(head)}, within the header"), file=str(file), field="header"
+            coded("HP503", f"the file ends at byte {len(head)}, within the header"),
+            file=str(file),
+            field="header",
         )
     return head
 
@@ -210,36 +259,50 @@ def _pread(fd: int, size: int, at: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_header(head: bytes, file_size: int, file: object, *, ours: bool = True) -> Header:
+def parse_header(
+    head: bytes, file_size: int, file: object, *, ours: bool = True
+) -> Header:
     """What the first bytes of a file say, every word of it checked; ``ours=False`` for any safetensors file."""
     name = str(file)
     length = _header_length(head, file_size, name)
     if len(head) != 8 + length:
         raise CheckpointError(
-            coded("HP503", f"{8 + length} bytes expected, {len(head)} came"), file=name, field="header"
+            coded("HP503", f"{8 + length} bytes expected, {len(head)} came"),
+            file=name,
+            field="header",
         )
     if ours:
         _check_crc(head, name)
         if len(head) % BLOCK:
             raise CheckpointError(
-                coded("HP503", f"the data must begin at a multiple of {BLOCK}"), file=name, field="length"
+                coded("HP503", f"the data must begin at a multiple of {BLOCK}"),
+                file=name,
+                field="length",
             )
     root = parse(head[8:], name)
     metadata = root.at(METADATA, root.object().get(METADATA, {}))
     texts = _metadata(metadata)
     tensors = [root[key] for key in root.object() if key != METADATA]
-    chunks = _entries(tensors, len(head), file_size, DTYPES if ours else FOREIGN_DTYPES, name)
+    chunks = _entries(
+        tensors, len(head), file_size, DTYPES if ours else FOREIGN_DTYPES, name
+    )
     if not ours:
-        return Header({chunk.key: chunk for chunk in chunks}, None, None, None, len(head), texts)
+        return Header(
+            {chunk.key: chunk for chunk in chunks}, None, None, None, len(head), texts
+        )
     tag, rank = _identity(metadata)
     sums = _sums(chunks, name)
-    return Header({chunk.key: chunk for chunk in chunks[:-1]}, sums, tag, rank, len(head), texts)
+    return Header(
+        {chunk.key: chunk for chunk in chunks[:-1]}, sums, tag, rank, len(head), texts
+    )
 
 
 def _header_length(head: bytes, file_size: int, file: object) -> int:
     if len(head) < 8:
         raise CheckpointError(
-            coded("HP503", f"a data file has at least 8 bytes, this has {len(head)}"), file=str(file), field="length"
+            coded("HP503", f"a data file has at least 8 bytes, this has {len(head)}"),
+            file=str(file),
+            field="length",
         )
     length = int.from_bytes(head[:8], "little")
     if length > MOST_HEADER_BYTES or 8 + length > file_size:
@@ -251,11 +314,14 @@ def _header_length(head: bytes, file_size: int, file: object) -> int:
 def _check_crc(head: bytes, file: str) -> None:
     digits = head[CRC_PLACE]
     if not head.startswith(PREFIX, 8) or not re.fullmatch(rb"[0-9a-f]{8}", digits):
-        told = (
-            "a header that begins with its checksum was expected; this was not written by hyper_parallel, or is damaged"
+        message = (
+            "a header that begins with its checksum was expected; "
+            "this was not written by hyper_parallel, or is damaged"
         )
-        raise CheckpointError(coded("HP503", told), file=file, field="header")
-    actual = zlib.crc32(head[CRC_PLACE.stop :], zlib.crc32(NO_CRC, zlib.crc32(head[: CRC_PLACE.start])))
+        raise CheckpointError(coded("HP503", message), file=file, field="header")
+    actual = zlib.crc32(
+        head[CRC_PLACE.stop :], zlib.crc32(NO_CRC, zlib.crc32(head[: CRC_PLACE.start]))
+    )
     if int(digits, 16) != actual:
         told = f"its checksum is {actual:08x}, and {digits.decode()} is stored; the file is damaged"
         raise CheckpointError(coded("HP503", told), file=file, field="header")
@@ -274,7 +340,9 @@ def _identity(metadata: Field) -> tuple[str, int]:
     if metadata["format"].text() != "hyper_parallel":
         metadata["format"].expected('"hyper_parallel"')
     if re.fullmatch("[1-9][0-9]{0,8}", version) and int(version) > VERSION:
-        metadata["version"].fail(f"written by a newer version {version}, this library reads up to {VERSION}")
+        metadata["version"].fail(
+            f"written by a newer version {version}, this library reads up to {VERSION}"
+        )
     if version != str(VERSION):
         metadata["version"].expected(f'"{VERSION}"')
     if not re.fullmatch("[0-9a-f]{16}", tag):
@@ -285,17 +353,25 @@ def _identity(metadata: Field) -> tuple[str, int]:
 
 
 def _entries(
-    tensors: Sequence[Field], data_start: int, file_size: int, dtypes: Mapping[str, str], file: str
+    tensors: Sequence[Field],
+    data_start: int,
+    file_size: int,
+    dtypes: Mapping[str, str],
+    file: str,
 ) -> list[Entry]:
     """The tensors in the order of their data, which they fill without holes."""
     entries: list[Entry] = []
     at = block = 0
-    for start, end, _, tensor in sorted((*_span(tensor), n, tensor) for n, tensor in enumerate(tensors)):
+    for start, end, _, tensor in sorted(
+        (*_span(tensor), n, tensor) for n, tensor in enumerate(tensors)
+    ):
         dtype, shape, nbytes = _kind(tensor, dtypes)
         if (start, end) != (at, at + nbytes):
             told = f"{[at, at + nbytes]} for {tensor['dtype'].value} of shape {list(shape)} after those before it"
             tensor["data_offsets"].fail(f"expected {told}, got {[start, end]}")
-        entries.append(Entry(str(tensor.keys[0]), dtype, shape, data_start + at, nbytes, block))
+        entries.append(
+            Entry(str(tensor.keys[0]), dtype, shape, data_start + at, nbytes, block)
+        )
         at, block = end, block + entries[-1].blocks
     if data_start + at != file_size:
         told = f"the header tells of {data_start + at} bytes, the file has {file_size}; it was cut short or added to"
@@ -329,9 +405,17 @@ def _sums(entries: Sequence[Entry], file: str) -> Entry:
     """The last tensor, which must have a sum for each block of the others."""
     for entry in entries[:-1]:
         if entry.key.startswith("@"):
-            raise CheckpointError(coded("HP503", "names do not begin with '@'"), file=file, field=quoted(entry.key))
+            raise CheckpointError(
+                coded("HP503", "names do not begin with '@'"),
+                file=file,
+                field=quoted(entry.key),
+            )
     last = entries[-1] if entries else None
-    if last is None or (last.key, last.dtype, last.shape) != (SUMS, "uint64", (last.first_block,)):
+    if last is None or (last.key, last.dtype, last.shape) != (
+        SUMS,
+        "uint64",
+        (last.first_block,),
+    ):
         told = f"expected this as the last tensor, U64, with a number for each {BLOCK} bytes of each of the others"
         raise CheckpointError(coded("HP503", told), file=file, field=SUMS)
     return last

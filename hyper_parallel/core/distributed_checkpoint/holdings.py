@@ -11,7 +11,13 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import codec
 from hyper_parallel.core.distributed_checkpoint.chunks import Part
-from hyper_parallel.core.distributed_checkpoint.entries import Entry, digest, entry_of, row_on_each, sampled
+from hyper_parallel.core.distributed_checkpoint.entries import (
+    Entry,
+    digest,
+    entry_of,
+    row_on_each,
+    sampled,
+)
 from hyper_parallel.core.distributed_checkpoint.metadata import Path
 from hyper_parallel.core.distributed_checkpoint.state_dict import flattened, unwrapped
 from hyper_parallel.platform import get_platform
@@ -25,23 +31,40 @@ class Holdings:
     entries: dict[str, Entry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     own_objects: dict[str, Any] = field(default_factory=dict)  # each rank has another
-    same_as: dict[str, str] = field(default_factory=dict)  # tied to the tensor of another name
-    paths: dict[str, Path] = field(default_factory=dict)  # where that is not the name alone
-    texts: dict[str, str] = field(default_factory=dict)  # the objects as they are stored
-    tensors: dict[str, Any] = field(default_factory=dict)  # the plain tensor on this rank
+    same_as: dict[str, str] = field(
+        default_factory=dict
+    )  # tied to the tensor of another name
+    paths: dict[str, Path] = field(
+        default_factory=dict
+    )  # where that is not the name alone
+    texts: dict[str, str] = field(
+        default_factory=dict
+    )  # the objects as they are stored
+    tensors: dict[str, Any] = field(
+        default_factory=dict
+    )  # the plain tensor on this rank
 
     def facts(self) -> Holdings:
         """The same without data, with samples of the tensors' bytes to compare."""
-        entries = {name: replace(entry, sample=sampled(self.tensors[name])) for name, entry in self.entries.items()}
+        entries = {
+            name: replace(entry, sample=sampled(self.tensors[name]))
+            for name, entry in self.entries.items()
+        }
         return replace(self, entries=entries, tensors={})
 
     def fingerprint(self, *more: Any) -> bytes:
         """What is equal on all ranks if each can tell by itself what the others have."""
         # Nothing but their names says that plain tensors are the same everywhere.
-        plain = [name for name, entry in self.entries.items() if entry.is_plain and name in self.tensors]
+        plain = [
+            name
+            for name, entry in self.entries.items()
+            if entry.is_plain and name in self.tensors
+        ]
         samples = {name: sampled(self.tensors[name]) for name in plain}
         own = sorted(self.own_objects)
-        return digest(self.structure, samples, self.texts, own, self.same_as, self.paths, more)
+        return digest(
+            self.structure, samples, self.texts, own, self.same_as, self.paths, more
+        )
 
     @cached_property
     def structure(self) -> bytes:
@@ -59,12 +82,26 @@ class Holdings:
         local = self.tensors[name]
         if not self.entries[name].cut.sections:
             return local
-        part = next(p for p in self.parts(name) if tuple(offset for offset, _ in p.box) == offsets)
-        return local[tuple(slice(start, start + size) for start, (_, size) in zip(part.start, part.box, strict=True))]
+        part = next(
+            p
+            for p in self.parts(name)
+            if tuple(offset for offset, _ in p.box) == offsets
+        )
+        return local[
+            tuple(
+                slice(start, start + size)
+                for start, (_, size) in zip(part.start, part.box, strict=True)
+            )
+        ]
 
 
 def holdings_of(
-    state_dict: Mapping[str, Any], rank: int, world_size: int, *, allow_pickle: bool = False, find_ties: bool = True
+    state_dict: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    *,
+    allow_pickle: bool = False,
+    find_ties: bool = True,
 ) -> Holdings:
     """What this rank has; objects that cannot be stored are refused here, before anything is written."""
     platform, made = get_platform(), Holdings(rank)
@@ -80,7 +117,11 @@ def holdings_of(
                 made.texts[name] = json.dumps(encoded)
             continue
         entry = entry_of(name, value, world_size)
-        key = (platform.memory_key(value), getattr(value, "layout", None)) if find_ties and not is_own else name
+        key = (
+            (platform.memory_key(value), getattr(value, "layout", None))
+            if find_ties and not is_own
+            else name
+        )
         if key in known:
             made.same_as[name] = known[key]
             continue

@@ -35,7 +35,11 @@ from hyper_parallel.core.distributed_checkpoint.data_file import (
 )
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader
-from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE, Stored, from_bytes
+from hyper_parallel.core.distributed_checkpoint.format import (
+    METADATA_FILE,
+    Stored,
+    from_bytes,
+)
 from hyper_parallel.core.distributed_checkpoint.header import FOREIGN_CODES, Entry
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
@@ -54,7 +58,10 @@ from hyper_parallel.core.distributed_checkpoint.stacking import (
     put_together,
 )
 from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank, flattened
-from hyper_parallel.core.distributed_checkpoint.streaming import Source, write_plain_file
+from hyper_parallel.core.distributed_checkpoint.streaming import (
+    Source,
+    write_plain_file,
+)
 from hyper_parallel.core.distributed_checkpoint.strict_json import Field, parse, quoted
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -67,12 +74,20 @@ SHARD_BYTES = 5 * 2**30
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 _EMBEDDINGS = ("embed", "wte", "shared")
 
-__all__ = ["HuggingFaceReader", "SliceOf", "export_hugging_face", "reader_for", "save_hugging_face"]
+__all__ = [
+    "HuggingFaceReader",
+    "SliceOf",
+    "export_hugging_face",
+    "reader_for",
+    "save_hugging_face",
+]
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 
 
-def reader_for(path: str | os.PathLike[str], *, follow_links: bool = False, **options: Any) -> FileSystemReader:
+def reader_for(
+    path: str | os.PathLike[str], *, follow_links: bool = False, **options: Any
+) -> FileSystemReader:
     """The reader of what is there: a checkpoint, a folder of Hugging Face, or a safetensors file."""
     place = Path(path)
     if not os.path.lexists(place / METADATA_FILE):
@@ -100,10 +115,14 @@ class HuggingFaceReader(FileSystemReader):
         allow_pickle: bool | None = False,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__(path, verify=verify, allow_pickle=allow_pickle, progress=progress)
+        super().__init__(
+            path, verify=verify, allow_pickle=allow_pickle, progress=progress
+        )
         self._follow_links = follow_links
         self._rename = rename
-        self._keys: dict[tuple[str, tuple[int, ...]], str] = {}  # by a tensor's name and where a chunk begins in it
+        self._keys: dict[
+            tuple[str, tuple[int, ...]], str
+        ] = {}  # by a tensor's name and where a chunk begins in it
 
     def load_metadata(self) -> Metadata:
         tensors: dict[str, list[Found]] = {}
@@ -116,7 +135,9 @@ class HuggingFaceReader(FileSystemReader):
                 for entry in file.header.entries.values():
                     target = apply_rename(self._rename, entry.key)
                     name = target if isinstance(target, str) else target.name
-                    tensors.setdefault(name, []).append(Found(entry, place, target, file.path))
+                    tensors.setdefault(name, []).append(
+                        Found(entry, place, target, file.path)
+                    )
         known, self._keys = put_together(tensors)
         return Metadata(known, {}, Stored("0" * 16, 1, {}, "safetensors"))
 
@@ -131,8 +152,13 @@ class HuggingFaceReader(FileSystemReader):
     def entry(self, file: DataFile, name: str, chunk: ChunkStorageMetadata) -> Entry:
         in_file = file.header.entries.get(self.key(name, chunk))
         dtype = dtype_name(self._stored(name).properties.dtype)
-        if in_file is not None and ((1, *in_file.shape), in_file.dtype) == (tuple(chunk.sizes), dtype):
-            return replace(in_file, shape=tuple(chunk.sizes))  # a slice, whose dim 0 is not in the file
+        if in_file is not None and ((1, *in_file.shape), in_file.dtype) == (
+            tuple(chunk.sizes),
+            dtype,
+        ):
+            return replace(
+                in_file, shape=tuple(chunk.sizes)
+            )  # a slice, whose dim 0 is not in the file
         return super().entry(file, name, chunk)
 
     @property
@@ -143,21 +169,35 @@ class HuggingFaceReader(FileSystemReader):
         """The names of the files, and the tensors that are expected in each; None for any."""
         if self._is_file:
             return {self.folder.name: None}
-        if os.path.lexists(self.folder / WHOLE):  # the one that transformers prefers, too
+        if os.path.lexists(
+            self.folder / WHOLE
+        ):  # the one that transformers prefers, too
             return {WHOLE: None}
         if not os.path.lexists(self.folder / INDEX):
             raise CheckpointError(
-                coded("HP501", f"expected {WHOLE} or {INDEX} in this folder, found neither"), file=self.folder
+                coded(
+                    "HP501",
+                    f"expected {WHOLE} or {INDEX} in this folder, found neither",
+                ),
+                file=self.folder,
             )
         with _links_explained(self._follow_links):
-            data = read_small_file(self.folder / INDEX, MOST_INDEX_BYTES, follow_links=self._follow_links)
+            data = read_small_file(
+                self.folder / INDEX, MOST_INDEX_BYTES, follow_links=self._follow_links
+            )
         return _indexed(parse(data, self.folder / INDEX))
 
     def _our_own(self, file: DataFile, text: str) -> Metadata:
         """What `convert` wrote into a file beside its tensors: names of tied tensors, paths, objects."""
-        metadata = from_bytes(text.encode(), f"{file.path} ({OUR_TEXT})", allow_pickle=self._allow_pickle)
+        metadata = from_bytes(
+            text.encode(), f"{file.path} ({OUR_TEXT})", allow_pickle=self._allow_pickle
+        )
         known = metadata.state_dict_metadata.items()
-        own = {n for n, e in known if isinstance(e, TensorStorageMetadata) and e.stored_as is None}
+        own = {
+            n
+            for n, e in known
+            if isinstance(e, TensorStorageMetadata) and e.stored_as is None
+        }
         _check_names(file, own)
         return metadata
 
@@ -182,7 +222,11 @@ def _indexed(root: Field) -> dict[str, set[str] | None]:
     found: dict[str, set[str] | None] = {}
     for place in root["weight_map"].values():
         name = place.text()
-        if not name.endswith(".safetensors") or any(mark in name for mark in "/\\\0") or len(name) > 255:
+        if (
+            not name.endswith(".safetensors")
+            or any(mark in name for mark in "/\\\0")
+            or len(name) > 255
+        ):
             place.expected("the name of a .safetensors file in the same folder")
         names = found.setdefault(name, set())
         assert names is not None
@@ -195,9 +239,15 @@ def _check_names(file: DataFile, expected: set[str] | None) -> None:
     if expected is None or found == expected:
         return
     missing, more = sorted(expected - found), sorted(found - expected)
-    told = "is not in the file" if missing else "is in the file, but was not expected there"
+    told = (
+        "is not in the file"
+        if missing
+        else "is in the file, but was not expected there"
+    )
     raise CheckpointError(
-        coded("HP516", f"{told}: the index belongs to other files"), file=file.path, field=quoted([*missing, *more][0])
+        coded("HP516", f"{told}: the index belongs to other files"),
+        file=file.path,
+        field=quoted([*missing, *more][0]),
     )
 
 
@@ -206,7 +256,9 @@ def _renamed(rename: Rename, name: str) -> str:
         return name
     made = rename(name) if callable(rename) else rename.get(name, name)
     if type(made) is not str:
-        raise ValueError(coded("HP513", f"rename: expected a str for {name!r}, got {made!r}"))
+        raise ValueError(
+            coded("HP513", f"rename: expected a str for {name!r}, got {made!r}")
+        )
     return made
 
 
@@ -244,8 +296,14 @@ def save_hugging_face(
     ranks = Ranks()
     target = Path(folder)
     beside = target / "unfinished.tmp"
-    order = ranks.together(lambda: _only_tensors(state_dict, target, overwrite=overwrite))
-    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "names": names, "metadata": metadata}
+    order = ranks.together(
+        lambda: _only_tensors(state_dict, target, overwrite=overwrite)
+    )
+    options: dict[str, Any] = {
+        "max_shard_bytes": max_shard_bytes,
+        "names": names,
+        "metadata": metadata,
+    }
 
     def discard() -> None:
         if ranks.is_coordinator:
@@ -253,7 +311,9 @@ def save_hugging_face(
 
     try:
         prepare(state_dict, beside, None, None, ranks).write(ranks)
-        made = export_hugging_face(beside, target, prefix="", overwrite=overwrite, keep=order, **options)
+        made = export_hugging_face(
+            beside, target, prefix="", overwrite=overwrite, keep=order, **options
+        )
     except BaseException:
         discard()  # an error of one is an error of all, so nobody reads it any more
         raise
@@ -283,12 +343,18 @@ def export_hugging_face(
     """
     ranks, target = Ranks(alone=no_dist), Path(folder)
     if max_shard_bytes < 1:
-        raise ValueError(coded("HP513", f"max_shard_bytes must be positive, got {max_shard_bytes}"))
+        raise ValueError(
+            coded("HP513", f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        )
 
     def look() -> tuple[Source, dict[str, list[_Weight]]]:
         _check_target(target, overwrite=overwrite)
-        source = Source(reader_for(checkpoint, follow_links=follow_links, allow_pickle=None))
-        weights = _weights(source, prefix, None if dtype is None else dtype_name(dtype), names, keep)
+        source = Source(
+            reader_for(checkpoint, follow_links=follow_links, allow_pickle=None)
+        )
+        weights = _weights(
+            source, prefix, None if dtype is None else dtype_name(dtype), names, keep
+        )
         return source, _shards(weights, max_shard_bytes)
 
     source, shards = ranks.together(look)
@@ -298,7 +364,12 @@ def export_hugging_face(
     def write() -> None:
         target.mkdir(parents=True, exist_ok=True)
         for name in own:
-            write_plain_file(_growing(target, name), list(_pieces(source, shards[name])), notes, progress)
+            write_plain_file(
+                _growing(target, name),
+                list(_pieces(source, shards[name])),
+                notes,
+                progress,
+            )
 
     with source:
         ranks.together(write, lambda: _remove(target, own))
@@ -306,7 +377,9 @@ def export_hugging_face(
     return {weight.key: name for name, weights in shards.items() for weight in weights}
 
 
-def _only_tensors(state_dict: Mapping[str, Any], target: Path, *, overwrite: bool) -> list[str]:
+def _only_tensors(
+    state_dict: Mapping[str, Any], target: Path, *, overwrite: bool
+) -> list[str]:
     """The names in order; refuses what cannot be in such files."""
     _check_target(target, overwrite=overwrite)
     leaves = flattened(state_dict)
@@ -324,16 +397,29 @@ def _check_target(folder: Path, *, overwrite: bool) -> None:
 
 
 def _old_weights(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )
 
 
-def _weights(source: Source, prefix: str, dtype: str | None, names: Rename, keep: Sequence[str]) -> list[_Weight]:
+def _weights(
+    source: Source, prefix: str, dtype: str | None, names: Rename, keep: Sequence[str]
+) -> list[_Weight]:
     """The tensors that are stored, in the order of their names."""
     if dtype is not None and "float" not in dtype:
-        raise ValueError(coded("HP513", f"dtype: expected one of floating-point numbers, got {dtype}"))
+        raise ValueError(
+            coded(
+                "HP513", f"dtype: expected one of floating-point numbers, got {dtype}"
+            )
+        )
     if prefix and not prefix.endswith("."):
         raise ValueError(
-            coded("HP513", f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}")
+            coded(
+                "HP513",
+                f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}",
+            )
         )
     groups: dict[str, list[str]] = {}
     for name, entry in source.tensors.items():
@@ -342,26 +428,44 @@ def _weights(source: Source, prefix: str, dtype: str | None, names: Rename, keep
     if not groups:
         tops = sorted({name.split(".")[0] for name in source.tensors})
         raise CheckpointError(
-            coded("HP516", f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix")
+            coded(
+                "HP516",
+                f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix",
+            )
         )
     places = {name: place for place, name in enumerate(keep)}
-    chosen = sorted(min(group, key=lambda name: _preference(name, places)) for group in groups.values())
-    made = [_weight(source, name, _renamed(names, name[len(prefix) :]), dtype) for name in chosen]
+    chosen = sorted(
+        min(group, key=lambda name: _preference(name, places))
+        for group in groups.values()
+    )
+    made = [
+        _weight(source, name, _renamed(names, name[len(prefix) :]), dtype)
+        for name in chosen
+    ]
     [(key, count)] = Counter(weight.key for weight in made).most_common(1)
     if count > 1:
-        raise CheckpointError(coded("HP516", "two tensors would have this name in the files"), field=key)
+        raise CheckpointError(
+            coded("HP516", "two tensors would have this name in the files"), field=key
+        )
     return made
 
 
 def _preference(name: str, places: Mapping[str, int]) -> tuple[int, bool, str]:
-    return places.get(name, len(places)), not any(word in name for word in _EMBEDDINGS), name
+    return (
+        places.get(name, len(places)),
+        not any(word in name for word in _EMBEDDINGS),
+        name,
+    )
 
 
 def _weight(source: Source, name: str, key: str, dtype: str | None) -> _Weight:
     own = source.dtype(name)
     kind = dtype if dtype is not None and "float" in own else own
     if kind not in FOREIGN_CODES:
-        raise CheckpointError(coded("HP516", f"files of Hugging Face have no {kind}; leave it out"), field=name)
+        raise CheckpointError(
+            coded("HP516", f"files of Hugging Face have no {kind}; leave it out"),
+            field=name,
+        )
     return _Weight(key, name, kind, tuple(source.tensors[name].size))
 
 
@@ -377,12 +481,20 @@ def _shards(weights: Sequence[_Weight], most: int) -> dict[str, list[_Weight]]:
         size += weight.nbytes
     if len(shards) == 1:
         return {WHOLE: shards[0]}
-    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+    return {
+        f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard
+        for n, shard in enumerate(shards, 1)
+    }
 
 
 def _pieces(source: Source, weights: Sequence[_Weight]) -> Iterator[Piece]:
     for weight in weights:
-        yield Piece(weight.key, weight.dtype, weight.shape, lambda w=weight: source.stream(w.name, w.dtype))  # type: ignore[misc]
+        yield Piece(
+            weight.key,
+            weight.dtype,
+            weight.shape,
+            lambda w=weight: source.stream(w.name, w.dtype),  # type: ignore[misc]
+        )
 
 
 def _growing(folder: Path, name: str) -> Path:
@@ -400,7 +512,9 @@ def _publish(folder: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
     try:
         if len(shards) > 1:
             _write_index(_growing(folder, INDEX), shards)
-        for name in sorted(_old_weights(folder), key=lambda name: name not in (WHOLE, INDEX)):
+        for name in sorted(
+            _old_weights(folder), key=lambda name: name not in (WHOLE, INDEX)
+        ):
             (folder / name).unlink()
         for name in shards:
             _growing(folder, name).rename(folder / name)
@@ -411,14 +525,28 @@ def _publish(folder: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
     except OSError as error:
         _remove(folder, [*shards, INDEX])
         raise CheckpointError(
-            coded("HP505", f"the weights cannot be given their names: {error.strerror}"), file=folder
+            coded(
+                "HP505", f"the weights cannot be given their names: {error.strerror}"
+            ),
+            file=folder,
         ) from error
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
-    places = {weight.key: name for name, weights in shards.items() for weight in weights}
+    places = {
+        weight.key: name for name, weights in shards.items() for weight in weights
+    }
     total = sum(weight.nbytes for weights in shards.values() for weight in weights)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
+    text = (
+        json.dumps(
+            {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(places.items())),
+            },
+            indent=2,
+        )
+        + "\n"
+    )
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

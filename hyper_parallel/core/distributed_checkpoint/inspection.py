@@ -19,11 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.core.distributed_checkpoint.codec import encode
-from hyper_parallel.core.distributed_checkpoint.data_file import Progress, open_data_file
+from hyper_parallel.core.distributed_checkpoint.data_file import (
+    Progress,
+    open_data_file,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader
 from hyper_parallel.core.distributed_checkpoint.format import data_file_name
-from hyper_parallel.core.distributed_checkpoint.hugging_face import HuggingFaceReader, reader_for
+from hyper_parallel.core.distributed_checkpoint.hugging_face import (
+    HuggingFaceReader,
+    reader_for,
+)
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
     ChunkStorageMetadata,
@@ -36,14 +42,19 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
 _DATA = re.compile(r"data-([0-9a-f]{16})-(\d{5,10})\.safetensors")
-_Expected = dict[int, list[tuple[str, ChunkStorageMetadata]]]  # the chunks in the file of each rank
+_Expected = dict[
+    int, list[tuple[str, ChunkStorageMetadata]]
+]  # the chunks in the file of each rank
 
 
 # --- verifying
 
 
 def verify_checkpoint(
-    folder: str | os.PathLike[str], progress: Progress | None = None, *, follow_links: bool = False
+    folder: str | os.PathLike[str],
+    progress: Progress | None = None,
+    *,
+    follow_links: bool = False,
 ) -> list[CheckpointError]:
     """Everything that is wrong: damage, missing files and chunks, files of other saves. Nothing is unpickled.
 
@@ -66,14 +77,19 @@ def verify_checkpoint(
         told = f"the file is missing; {len(expected[rank])} chunks are in it"
         assert metadata is not None
         problems.append(
-            CheckpointError(coded("HP501", told), file=reader.folder / data_file_name(metadata.storage_data.tag, rank))
+            CheckpointError(
+                coded("HP501", told),
+                file=reader.folder / data_file_name(metadata.storage_data.tag, rank),
+            )
         )
     return problems
 
 
 def _expected(metadata: Metadata | None) -> _Expected:
     made: _Expected = {}
-    for name, entry in ({} if metadata is None else metadata.state_dict_metadata).items():
+    for name, entry in (
+        {} if metadata is None else metadata.state_dict_metadata
+    ).items():
         if not isinstance(entry, TensorStorageMetadata) or entry.stored_as is not None:
             continue
         chunks = as_chunks(entry.chunks)
@@ -86,7 +102,11 @@ def _expected(metadata: Metadata | None) -> _Expected:
 
 
 def _path_problems(
-    path: Path, reader: FileSystemReader, metadata: Metadata | None, expected: _Expected, progress: Progress | None
+    path: Path,
+    reader: FileSystemReader,
+    metadata: Metadata | None,
+    expected: _Expected,
+    progress: Progress | None,
 ) -> list[CheckpointError]:
     named = _DATA.fullmatch(path.name)
     if named is None:
@@ -94,14 +114,25 @@ def _path_problems(
             return []
         return [
             CheckpointError(
-                coded("HP518", "the metadata does not know this file; a save that broke off may have left it"),
+                coded(
+                    "HP518",
+                    "the metadata does not know this file; a save that broke off may have left it",
+                ),
                 file=path,
             )
         ]
     tag, rank = named[1], int(named[2])
-    if metadata is not None and (tag != metadata.storage_data.tag or rank >= metadata.storage_data.ranks):
+    if metadata is not None and (
+        tag != metadata.storage_data.tag or rank >= metadata.storage_data.ranks
+    ):
         return [
-            CheckpointError(coded("HP518", "the metadata does not know this file; it is of another save"), file=path)
+            CheckpointError(
+                coded(
+                    "HP518",
+                    "the metadata does not know this file; it is of another save",
+                ),
+                file=path,
+            )
         ]
     return _file_problems(path, tag, rank, reader, expected.pop(rank, []), progress)
 
@@ -158,7 +189,13 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether there is no difference at all."""
-        return not (self.only_in_first or self.only_in_second or self.kinds or self.values or self.objects)
+        return not (
+            self.only_in_first
+            or self.only_in_second
+            or self.kinds
+            or self.values
+            or self.objects
+        )
 
 
 def compare_checkpoints(
@@ -173,10 +210,16 @@ def compare_checkpoints(
 
     Where a prefix is given, the names that begin with it are compared, without it, and no objects.
     """
-    readers = [reader_for(place, follow_links=follow_links, allow_pickle=None) for place in (first, second)]
+    readers = [
+        reader_for(place, follow_links=follow_links, allow_pickle=None)
+        for place in (first, second)
+    ]
     with Source(readers[0]) as one, Source(readers[1]) as other:
         with_objects = not any(prefixes)
-        left, right = (_named(one, prefixes[0], with_objects), _named(other, prefixes[1], with_objects))
+        left, right = (
+            _named(one, prefixes[0], with_objects),
+            _named(other, prefixes[1], with_objects),
+        )
         kinds: dict[str, tuple[str, str]] = {}
         values: dict[str, Difference] = {}
         objects: dict[str, tuple[Any, Any]] = {}
@@ -189,10 +232,15 @@ def compare_checkpoints(
                 found = _compared(one, left[name], other, right[name], progress)
                 if found.count:
                     values[name] = found
-            elif not _are_same(name, one.objects[left[name]], other.objects[right[name]]):
+            elif not _are_same(
+                name, one.objects[left[name]], other.objects[right[name]]
+            ):
                 objects[name] = one.objects[left[name]], other.objects[right[name]]
         is_foreign = any(isinstance(reader, HuggingFaceReader) for reader in readers)
-        alone = (_alone(one, left, right, is_foreign), _alone(other, right, left, is_foreign))
+        alone = (
+            _alone(one, left, right, is_foreign),
+            _alone(other, right, left, is_foreign),
+        )
         return Comparison(*alone, kinds, values, objects, len(both))
 
 
@@ -202,11 +250,24 @@ def _named(source: Source, prefix: str, with_objects: bool) -> dict[str, str]:
     return {name[len(prefix) :]: name for name in every if name.startswith(prefix)}
 
 
-def _alone(source: Source, names: Mapping[str, str], others: Mapping[str, str], is_foreign: bool) -> tuple[str, ...]:
+def _alone(
+    source: Source,
+    names: Mapping[str, str],
+    others: Mapping[str, str],
+    is_foreign: bool,
+) -> tuple[str, ...]:
     """The names that the other one lacks. Of tied tensors files of Hugging Face have one, which then is enough."""
-    tied = {own: entry.stored_as or own for own, entry in source.tensors.items()} if is_foreign else {}
+    tied = (
+        {own: entry.stored_as or own for own, entry in source.tensors.items()}
+        if is_foreign
+        else {}
+    )
     known = {tied.get(own) for name, own in names.items() if name in others} - {None}
-    return tuple(name for name, own in names.items() if name not in others and tied.get(own) not in known)
+    return tuple(
+        name
+        for name, own in names.items()
+        if name not in others and tied.get(own) not in known
+    )
 
 
 def _kind(source: Source, name: str) -> str:
@@ -220,9 +281,13 @@ def _are_same(name: str, one: Any, other: Any) -> bool:
     return repr(encode(one, name)) == repr(encode(other, name))
 
 
-def _compared(one: Source, name: str, other: Source, other_name: str, progress: Progress | None) -> Difference:
+def _compared(
+    one: Source, name: str, other: Source, other_name: str, progress: Progress | None
+) -> Difference:
     count, largest, dtype = 0, 0.0, one.dtype(name)
-    for (_, left), (_, right) in zip(one.slabs(name), other.slabs(other_name), strict=True):
+    for (_, left), (_, right) in zip(
+        one.slabs(name), other.slabs(other_name), strict=True
+    ):
         where = _differing(left, right, ITEM_SIZES[dtype])
         if len(where):
             count += len(where)
@@ -232,27 +297,47 @@ def _compared(one: Source, name: str, other: Source, other_name: str, progress: 
     return Difference(count, math.prod(one.tensors[name].size), largest)
 
 
-def _differing(left: NDArray[np.uint8], right: NDArray[np.uint8], item_size: int) -> NDArray[np.intp]:
+def _differing(
+    left: NDArray[np.uint8], right: NDArray[np.uint8], item_size: int
+) -> NDArray[np.intp]:
     """The numbers of the elements that do not have the same bits."""
     if np.array_equal(left, right):
         return np.empty(0, np.intp)
-    return np.flatnonzero((left.reshape(-1, item_size) != right.reshape(-1, item_size)).any(axis=1))
+    return np.flatnonzero(
+        (left.reshape(-1, item_size) != right.reshape(-1, item_size)).any(axis=1)
+    )
 
 
-def _largest(left: NDArray[np.uint8], right: NDArray[np.uint8], where: NDArray[np.intp], dtype: str) -> float:
+def _largest(
+    left: NDArray[np.uint8],
+    right: NDArray[np.uint8],
+    where: NDArray[np.intp],
+    dtype: str,
+) -> float:
     one, other = _numbers(left, where, dtype), _numbers(right, where, dtype)
     if dtype == "bool":
         return 1.0
     if "int" in dtype:  # unsigned arithmetic is exact, whatever the sign
         unsigned = f"u{one.dtype.itemsize}"
-        return float((np.maximum(one, other).view(unsigned) - np.minimum(one, other).view(unsigned)).max())
+        return float(
+            (
+                np.maximum(one, other).view(unsigned)
+                - np.minimum(one, other).view(unsigned)
+            ).max()
+        )
     wide = np.complex128 if "complex" in dtype else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.abs(one.astype(wide) - other.astype(wide)).max())
 
 
-def _numbers(data: NDArray[np.uint8], where: NDArray[np.intp], dtype: str) -> NDArray[Any]:
-    chosen = np.ascontiguousarray(data.reshape(-1, ITEM_SIZES[dtype])[where]).reshape(-1)
+def _numbers(
+    data: NDArray[np.uint8], where: NDArray[np.intp], dtype: str
+) -> NDArray[Any]:
+    chosen = np.ascontiguousarray(data.reshape(-1, ITEM_SIZES[dtype])[where]).reshape(
+        -1
+    )
     platform = get_platform()
-    made: NDArray[Any] = platform.tensor_to_numpy(platform.tensor_from_bytes(chosen, dtype, (len(where),)))
+    made: NDArray[Any] = platform.tensor_to_numpy(
+        platform.tensor_from_bytes(chosen, dtype, (len(where),))
+    )
     return made

@@ -18,10 +18,22 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     TensorStorageMetadata,
     dtype_name,
 )
-from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
 from hyper_parallel.core.distributed_checkpoint.report import LoadReport, some
 from hyper_parallel.core.distributed_checkpoint.resharding import Filling, filling
-from hyper_parallel.core.distributed_checkpoint.state_dict import Leaf, PerRank, flattened, place, state_of, unwrapped
+from hyper_parallel.core.distributed_checkpoint.state_dict import (
+    Leaf,
+    PerRank,
+    flattened,
+    place,
+    state_of,
+    unwrapped,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -32,7 +44,9 @@ class StandardLoadPlanner(LoadPlanner):
     def __init__(self, allow_partial_load: bool = False) -> None:
         self.allow_partial_load = allow_partial_load
 
-    def configure_planner(self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any) -> None:
+    def configure_planner(
+        self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any
+    ) -> None:
         self._rank: int = kwargs.get("rank", 0)
         self._world: int = kwargs.get("world_size", 1)
         state: Callable[[Path, Any], Any] = kwargs.get("state", state_of)
@@ -44,7 +58,9 @@ class StandardLoadPlanner(LoadPlanner):
         self._parts: dict[str, dict[tuple[int, ...], Part]] = {}
         self._locals: dict[str, Any] = {}
         self._direct: Any = None  # what was handed out last to be filled where it is
-        self._found: dict[str, list[str]] = {kind: [] for kind in ("loaded", "missing", "resharded", "cast", "kept")}
+        self._found: dict[str, list[str]] = {
+            kind: [] for kind in ("loaded", "missing", "resharded", "cast", "kept")
+        }
         self._bytes = 0
 
     def build_local_plan(self) -> LoadPlan:
@@ -67,9 +83,16 @@ class StandardLoadPlanner(LoadPlanner):
         """What is, or would be, loaded."""
         unknown = [name for name in self._saved if name not in self._leaves]
         skipped = {name for name in unknown if self._is_elsewhere(name)}
-        found: dict[str, Any] = {kind: tuple(names) for kind, names in self._found.items()}
+        found: dict[str, Any] = {
+            kind: tuple(names) for kind, names in self._found.items()
+        }
         unexpected = tuple(name for name in unknown if name not in skipped)
-        return LoadReport(**found, skipped=tuple(sorted(skipped)), unexpected=unexpected, bytes=self._bytes)
+        return LoadReport(
+            **found,
+            skipped=tuple(sorted(skipped)),
+            unexpected=unexpected,
+            bytes=self._bytes,
+        )
 
     def check(self, *, strict: bool) -> None:
         """A CheckpointError if names are missing, or, when strict, if there are some that nobody asked for."""
@@ -100,16 +123,23 @@ class StandardLoadPlanner(LoadPlanner):
         value, _ = unwrapped(leaf.value)
         if get_platform().is_tensor(value) != isinstance(saved, TensorStorageMetadata):
             have, want = (
-                ("a tensor", "an object") if isinstance(saved, TensorStorageMetadata) else ("an object", "a tensor")
+                ("a tensor", "an object")
+                if isinstance(saved, TensorStorageMetadata)
+                else ("an object", "a tensor")
             )
-            raise CheckpointError(coded("HP508", f"the checkpoint has {have}, the state dict {want}"), field=name)
+            raise CheckpointError(
+                coded("HP508", f"the checkpoint has {have}, the state dict {want}"),
+                field=name,
+            )
         if not isinstance(saved, TensorStorageMetadata):
             self._found["loaded"].append(name)
             index = MetadataIndex(name)
             return [ReadItem(LoadItemType.BYTE_IO, index, (), index, (), ())]
         return self._tensor_items(name, leaf.value, value, saved)
 
-    def _tensor_items(self, name: str, wanted: Any, tensor: Any, saved: TensorStorageMetadata) -> list[ReadItem]:
+    def _tensor_items(
+        self, name: str, wanted: Any, tensor: Any, saved: TensorStorageMetadata
+    ) -> list[ReadItem]:
         entry = entry_of(name, tensor, self._world)
         local = get_platform().get_param_local_data(tensor)
         if isinstance(wanted, PerRank):
@@ -117,15 +147,22 @@ class StandardLoadPlanner(LoadPlanner):
         self._check(name, entry, entry.size, saved)
         return self._filled(name, local, self._filling(entry, saved), saved)
 
-    def _row_items(self, name: str, entry: Entry, local: Any, saved: TensorStorageMetadata) -> list[ReadItem]:
+    def _row_items(
+        self, name: str, entry: Entry, local: Any, saved: TensorStorageMetadata
+    ) -> list[ReadItem]:
         """What fills the row that is this rank's own."""
         rows = saved.size[0] if saved.size else 0
         self._check(name, entry, (rows, *entry.size), saved)
         if self._rank >= rows:
             self._found["kept"].append(name)
             return []
-        parts = [Part(p.number, ((self._rank, 1), *p.box), (0, *p.start)) for p in self._parts_of(entry)]
-        return self._filled(name, local.reshape(1, *local.shape), filling(parts, saved.chunks), saved)
+        parts = [
+            Part(p.number, ((self._rank, 1), *p.box), (0, *p.start))
+            for p in self._parts_of(entry)
+        ]
+        return self._filled(
+            name, local.reshape(1, *local.shape), filling(parts, saved.chunks), saved
+        )
 
     def _filling(self, entry: Entry, saved: TensorStorageMetadata) -> Filling:
         """Found once for all tensors that are alike: most of a model's are."""
@@ -141,10 +178,15 @@ class StandardLoadPlanner(LoadPlanner):
         coordinate = entry.cut.coordinate(self._rank)
         return () if coordinate is None else entry.grid().parts_at(coordinate)
 
-    def _filled(self, name: str, local: Any, found: Filling, saved: TensorStorageMetadata) -> list[ReadItem]:
+    def _filled(
+        self, name: str, local: Any, found: Filling, saved: TensorStorageMetadata
+    ) -> list[ReadItem]:
         if not found.is_whole:
             raise CheckpointError(
-                coded("HP508", "the checkpoint does not have all elements of this tensor"), field=name
+                coded(
+                    "HP508", "the checkpoint does not have all elements of this tensor"
+                ),
+                field=name,
             )
         self._locals[name], self._parts[name] = local, found.parts
         self._found["loaded"].append(name)
@@ -153,10 +195,20 @@ class StandardLoadPlanner(LoadPlanner):
         self._bytes += found.volume * ITEM_SIZES[dtype_name(saved.properties.dtype)]
         return [source.item(name, saved.stored_as) for source in found.sources]
 
-    def _check(self, name: str, entry: Entry, size: tuple[int, ...], saved: TensorStorageMetadata) -> None:
+    def _check(
+        self,
+        name: str,
+        entry: Entry,
+        size: tuple[int, ...],
+        saved: TensorStorageMetadata,
+    ) -> None:
         if tuple(saved.size) != size:
             raise CheckpointError(
-                coded("HP508", f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}"), field=name
+                coded(
+                    "HP508",
+                    f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}",
+                ),
+                field=name,
             )
         self._check_dtype(name, entry.dtype, saved)
 
@@ -181,7 +233,10 @@ class StandardLoadPlanner(LoadPlanner):
             found.add(platform.memory_key(self._locals[name]))
         for name in list(self._found["missing"]):
             value = self._leaves[name].value
-            if platform.is_tensor(value) and platform.memory_key(platform.get_param_local_data(value)) in found:
+            if (
+                platform.is_tensor(value)
+                and platform.memory_key(platform.get_param_local_data(value)) in found
+            ):
                 self._found["missing"].remove(name)
                 self._found["loaded"].append(name)
 
@@ -199,11 +254,15 @@ class StandardLoadPlanner(LoadPlanner):
         if dtype_name(view.dtype) == dtype and platform.tensor_memory(view) is not None:
             self._direct = view
             return view
-        return platform.empty(read_item.lengths, dtype=platform.str_to_dtype(dtype), device="cpu")
+        return platform.empty(
+            read_item.lengths, dtype=platform.str_to_dtype(dtype), device="cpu"
+        )
 
     def apply_tensor(self, read_item: ReadItem, tensor: Any) -> None:
         if tensor is self._direct:
-            get_platform().note_change(tensor)  # which was filled behind the framework's back
+            get_platform().note_change(
+                tensor
+            )  # which was filled behind the framework's back
         else:
             get_platform().load_into_param(self._view(read_item), tensor)
 
@@ -220,6 +279,12 @@ class StandardLoadPlanner(LoadPlanner):
     def _view(self, item: ReadItem) -> Any:
         """The elements of this rank's shard that an item fills."""
         part = self._parts[item.dest_index.fqn][item.dest_index.offset]
-        starts = [start + offset for start, offset in zip(part.start, item.dest_offsets, strict=True)]
-        inside = tuple(slice(start, start + size) for start, size in zip(starts, item.lengths, strict=True))
+        starts = [
+            start + offset
+            for start, offset in zip(part.start, item.dest_offsets, strict=True)
+        ]
+        inside = tuple(
+            slice(start, start + size)
+            for start, size in zip(starts, item.lengths, strict=True)
+        )
         return self._locals[item.dest_index.fqn][inside]

@@ -27,10 +27,20 @@ class States:
 
     def __call__(self, path: Path, value: Any) -> Any:
         """The state to be filled; the value may first make room for what was saved."""
-        if self._fills and self.metadata is not None and callable(getattr(value, "expect", None)):
+        if (
+            self._fills
+            and self.metadata is not None
+            and callable(getattr(value, "expect", None))
+        ):
             prefix = dotted(path) + "."
             saved = self.metadata.state_dict_metadata.items()
-            value.expect({name.removeprefix(prefix): entry for name, entry in saved if name.startswith(prefix)})
+            value.expect(
+                {
+                    name.removeprefix(prefix): entry
+                    for name, entry in saved
+                    if name.startswith(prefix)
+                }
+            )
         self._taken.append((value, value.state_dict()))
         return self._taken[-1][1]
 
@@ -41,7 +51,12 @@ class States:
 
 def reader_of(checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
     if checkpoint_id is None:
-        raise ValueError(coded("HP513", "load: expected checkpoint_id (a folder) or storage_reader, got neither"))
+        raise ValueError(
+            coded(
+                "HP513",
+                "load: expected checkpoint_id (a folder) or storage_reader, got neither",
+            )
+        )
     return reader_for(checkpoint_id)
 
 
@@ -57,11 +72,15 @@ def planned(
     metadata = reader.load_metadata()
     reader.configure_reader(metadata, ranks.is_coordinator)
     states.metadata = metadata
-    planner.configure_planner(state_dict, metadata, rank=ranks.rank, world_size=ranks.world_size, state=states)
+    planner.configure_planner(
+        state_dict, metadata, rank=ranks.rank, world_size=ranks.world_size, state=states
+    )
     return reader.optimize_local_plan(planner.build_local_plan())
 
 
-def agreed(plan: LoadPlan, reader: StorageReader, planner: LoadPlanner, ranks: Ranks) -> LoadPlan:
+def agreed(
+    plan: LoadPlan, reader: StorageReader, planner: LoadPlanner, ranks: Ranks
+) -> LoadPlan:
     """What this rank reads; only a planner of the user's own may want to know what the others read."""
     if isinstance(planner, StandardLoadPlanner):
         return planner.finalize_plan(plan)

@@ -18,7 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hyper_parallel.core.distributed_checkpoint.api import async_save, load, read_metadata, save
+from hyper_parallel.core.distributed_checkpoint.api import (
+    async_save,
+    load,
+    read_metadata,
+    save,
+)
 from hyper_parallel.core.distributed_checkpoint.data_file import sync_folder
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.filesystem import remove_leftovers
@@ -55,12 +60,25 @@ class CheckpointManager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(
-                coded("HP513", f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}")
+                coded(
+                    "HP513",
+                    f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}",
+                )
             )
         if keep_best < 0 or (keep_best and metric is None):
-            raise ValueError(coded("HP513", f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}",
+                )
+            )
         if mode not in ("min", "max"):
-            raise ValueError(coded("HP513", f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}",
+                )
+            )
         self.folder = Path(folder)
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
@@ -74,12 +92,21 @@ class CheckpointManager:
             )
         self.asynchronous = asynchronous
         self.timeout = timeout
-        self._running: tuple[int, Any] | None = None  # the step that is being saved, and the response to wait for
-        self._scores: dict[int, float | None] = {}  # of the metric; on the first rank alone
+        self._running: tuple[int, Any] | None = (
+            None  # the step that is being saved, and the response to wait for
+        )
+        self._scores: dict[
+            int, float | None
+        ] = {}  # of the metric; on the first rank alone
 
     # --- saving
 
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Saves a step and removes what is not to be kept; returns the step's folder.
 
         Of the metrics, those of the first rank are kept.
@@ -87,13 +114,21 @@ class CheckpointManager:
         if _OWN_KEY in state:
             raise ValueError(
                 coded(
-                    "HP513", f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state"
+                    "HP513",
+                    f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state",
                 )
             )
         if step < 0:
-            raise ValueError(coded("HP513", f"CheckpointManager.save: step must not be negative, got {step}"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    f"CheckpointManager.save: step must not be negative, got {step}",
+                )
+            )
         self.clean()
-        numbers = _on_first_rank(lambda: {name: float(value) for name, value in (metrics or {}).items()})
+        numbers = _on_first_rank(
+            lambda: {name: float(value) for name, value in (metrics or {}).items()}
+        )
         whole = {**state, _OWN_KEY: {"step": step, "metrics": numbers}}
         target = self._path(step)
         if self.asynchronous:
@@ -113,7 +148,10 @@ class CheckpointManager:
             _, late = _on_ranks(lambda: self._remove_surplus(step), is_late=not is_done)
             if late:
                 raise CheckpointError(
-                    coded("HP519", f"not whole after {self.timeout:g} s: ranks {late} are still writing their part"),
+                    coded(
+                        "HP519",
+                        f"not whole after {self.timeout:g} s: ranks {late} are still writing their part",
+                    ),
                     file=self._path(step),
                 )
 
@@ -143,7 +181,9 @@ class CheckpointManager:
         Without a step, checkpoints whose metadata is damaged are told and passed over.
         """
         self.wait()
-        chosen = _on_first_rank(lambda: self._readable() if step is None else self._existing(step))
+        chosen = _on_first_rank(
+            lambda: self._readable() if step is None else self._existing(step)
+        )
         return None if chosen is None else load(state, checkpoint_id=chosen)
 
     # --- on the first rank
@@ -156,8 +196,16 @@ class CheckpointManager:
         if not self.folder.is_dir():
             return {}
         named = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
-        found = {int(match[1]): path for match, path in named if match and path.is_dir() and not path.is_symlink()}
-        return {step: path for step, path in sorted(found.items()) if path == self._path(step)}
+        found = {
+            int(match[1]): path
+            for match, path in named
+            if match and path.is_dir() and not path.is_symlink()
+        }
+        return {
+            step: path
+            for step, path in sorted(found.items())
+            if path == self._path(step)
+        }
 
     def _whole(self) -> list[int]:
         return [step for step, path in self._folders().items() if _is_whole(path)]
@@ -169,12 +217,16 @@ class CheckpointManager:
             try:
                 read_metadata(self._path(step))
             except CheckpointError as error:
-                warnings.warn(f"CheckpointManager.load: step {step} is passed over: {error}", stacklevel=2)
+                warnings.warn(
+                    f"CheckpointManager.load: step {step} is passed over: {error}",
+                    stacklevel=2,
+                )
             else:
                 return self._path(step)
         if steps:
             raise CheckpointError(
-                coded("HP501", f"none of the checkpoints of steps {steps} can be read"), file=self.folder
+                coded("HP501", f"none of the checkpoints of steps {steps} can be read"),
+                file=self.folder,
             )
         return None
 
@@ -182,16 +234,28 @@ class CheckpointManager:
         path, steps = self._path(step), self._whole()
         if step not in steps:
             raise CheckpointError(
-                coded("HP501", f"there is no whole checkpoint of step {step}; there are those of {steps}"), file=path
+                coded(
+                    "HP501",
+                    f"there is no whole checkpoint of step {step}; there are those of {steps}",
+                ),
+                file=path,
             )
         return path
 
     def _best(self) -> list[int]:
-        scores = {step: self._score(step) for step in self._whole()} if self.metric is not None else {}
+        scores = (
+            {step: self._score(step) for step in self._whole()}
+            if self.metric is not None
+            else {}
+        )
         ranked = [
-            (score if self.mode == "min" else -score, -step) for step, score in scores.items() if score is not None
+            (score if self.mode == "min" else -score, -step)
+            for step, score in scores.items()
+            if score is not None
         ]
-        return [-step for _, step in sorted(ranked)[: self.keep_best]]  # of equal ones the newer
+        return [
+            -step for _, step in sorted(ranked)[: self.keep_best]
+        ]  # of equal ones the newer
 
     def _score(self, step: int) -> float | None:
         """The metric of a checkpoint; None if it has none or it is no number."""
@@ -200,7 +264,9 @@ class CheckpointManager:
             with suppress(CheckpointError):
                 objects = read_metadata(self._path(step)).storage_data.objects
                 score = objects.get(f"{_OWN_KEY}.metrics.{self.metric}")
-                self._scores[step] = None if score is None or math.isnan(score) else score
+                self._scores[step] = (
+                    None if score is None or math.isnan(score) else score
+                )
         return self._scores[step]
 
     def _clean(self) -> None:
@@ -226,7 +292,9 @@ def _on_first_rank(function: Callable[[], _T]) -> _T:
     return result
 
 
-def _on_ranks(function: Callable[[], _T], *, is_late: bool = False) -> tuple[_T, list[int]]:
+def _on_ranks(
+    function: Callable[[], _T], *, is_late: bool = False
+) -> tuple[_T, list[int]]:
     """The same, and the ranks that are late."""
     platform = get_platform()
     if platform.get_world_size() == 1:
@@ -264,5 +332,7 @@ def _clean(path: Path) -> None:
     if not _is_whole(path):
         _remove(path)
         return
-    with suppress(CheckpointError):  # where the metadata cannot be read, nobody knows whose data it is
+    with suppress(
+        CheckpointError
+    ):  # where the metadata cannot be read, nobody knows whose data it is
         remove_leftovers(path, read_metadata(path).storage_data.tag)

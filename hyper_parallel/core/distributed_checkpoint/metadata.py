@@ -56,7 +56,9 @@ class TensorStorageMetadata:
     properties: TensorProperties
     size: tuple[int, ...]
     chunks: Sequence[ChunkStorageMetadata]
-    stored_as: str | None = None  # the name that its chunks are stored under, where it is tied to another tensor
+    stored_as: str | None = (
+        None  # the name that its chunks are stored under, where it is tied to another tensor
+    )
 
     def nbytes(self) -> int:
         """The bytes of the whole tensor."""

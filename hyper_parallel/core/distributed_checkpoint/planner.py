@@ -20,7 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, Metadata, MetadataIndex, dtype_name
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ITEM_SIZES,
+    Metadata,
+    MetadataIndex,
+    dtype_name,
+)
 
 
 class WriteItemType(enum.Enum):
@@ -102,7 +107,9 @@ class SavePlanner(ABC):
         """Everything that this rank has."""
 
     @abstractmethod
-    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def build_global_plan(
+        self, all_plans: Sequence[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         """What each rank writes, so that every chunk is written, and what the checkpoint then holds."""
 
     @abstractmethod
@@ -118,7 +125,9 @@ class LoadPlanner(ABC):
     """Decides what each rank reads, and has the memory it belongs into."""
 
     @abstractmethod
-    def configure_planner(self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any) -> None:
+    def configure_planner(
+        self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any
+    ) -> None:
         """Takes the state dict that is to be filled and what the checkpoint holds."""
 
     @abstractmethod

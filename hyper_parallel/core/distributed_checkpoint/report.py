@@ -14,10 +14,14 @@ class LoadReport:
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # asked for, not in the checkpoint
     unexpected: tuple[str, ...] = ()  # in the checkpoint, beside what was asked for
-    skipped: tuple[str, ...] = ()  # in parts of the checkpoint that were not asked for at all
+    skipped: tuple[
+        str, ...
+    ] = ()  # in parts of the checkpoint that were not asked for at all
     resharded: tuple[str, ...] = ()  # stored in other chunks than this rank needs
     cast: tuple[str, ...] = ()  # stored in another dtype
-    kept: tuple[str, ...] = ()  # each rank has its own, and the checkpoint has none for this one
+    kept: tuple[
+        str, ...
+    ] = ()  # each rank has its own, and the checkpoint has none for this one
     bytes: int = 0  # that this rank needs
     bytes_read: int = 0  # from storage: whole blocks, where checksums are compared
 
@@ -29,7 +33,9 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} names, {_size(self.bytes)} on this rank"]
         if self.bytes_read:
-            lines[0] += f", {_size(self.bytes_read)} read ({self.read_ratio:.2f} for each byte needed)"
+            lines[0] += (
+                f", {_size(self.bytes_read)} read ({self.read_ratio:.2f} for each byte needed)"
+            )
         for what in ("missing", "unexpected", "skipped", "resharded", "cast", "kept"):
             names = getattr(self, what)
             if names:

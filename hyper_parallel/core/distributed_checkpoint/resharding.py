@@ -11,8 +11,18 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.core.distributed_checkpoint.chunks import Box, ChunkList, Chunks, Part, box_of, overlap
-from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from hyper_parallel.core.distributed_checkpoint.chunks import (
+    Box,
+    ChunkList,
+    Chunks,
+    Part,
+    box_of,
+    overlap,
+)
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
 from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, ReadItem
 
 
@@ -53,24 +63,49 @@ class Filling:
 def filling(parts: Iterable[Part], chunks: Sequence[ChunkStorageMetadata]) -> Filling:
     """What fills the parts of a tensor that a rank has; every element comes from one chunk."""
     wanted = {tuple(offset for offset, _ in part.box): part for part in parts}
-    found = tuple(source for part in wanted.values() for source in _sources(part.box, as_chunks(chunks)))
+    found = tuple(
+        source
+        for part in wanted.values()
+        for source in _sources(part.box, as_chunks(chunks))
+    )
     volume = sum(math.prod(source.lengths) for source in found)
     sizes = [tuple(size for _, size in part.box) for part in wanted.values()]
-    whole = [source.lengths for source in found if not any((*source.within_box, *source.within_chunk))]
+    whole = [
+        source.lengths
+        for source in found
+        if not any((*source.within_box, *source.within_chunk))
+    ]
     stored = [chunks[source.number].sizes for source in found]
-    return Filling(wanted, found, volume, volume == sum(map(math.prod, sizes)), sizes == whole == stored)
+    return Filling(
+        wanted,
+        found,
+        volume,
+        volume == sum(map(math.prod, sizes)),
+        sizes == whole == stored,
+    )
 
 
 def read_items(
-    name: str, boxes: Iterable[Box], chunks: Sequence[ChunkStorageMetadata], stored_as: str | None = None
+    name: str,
+    boxes: Iterable[Box],
+    chunks: Sequence[ChunkStorageMetadata],
+    stored_as: str | None = None,
 ) -> Iterator[ReadItem]:
     """What fills these boxes of a tensor."""
-    return (source.item(name, stored_as) for box in boxes for source in _sources(box, as_chunks(chunks)))
+    return (
+        source.item(name, stored_as)
+        for box in boxes
+        for source in _sources(box, as_chunks(chunks))
+    )
 
 
 def as_chunks(chunks: Sequence[ChunkStorageMetadata]) -> Chunks:
     """Chunks that can be asked for those in a box; a plain sequence of them is one written by rank 0."""
-    return chunks if isinstance(chunks, Chunks) else ChunkList(tuple(chunks), (0,) * len(chunks))
+    return (
+        chunks
+        if isinstance(chunks, Chunks)
+        else ChunkList(tuple(chunks), (0,) * len(chunks))
+    )
 
 
 def _sources(box: Box, stored: Chunks) -> Iterator[Source]:
@@ -80,8 +115,18 @@ def _sources(box: Box, stored: Chunks) -> Iterator[Source]:
         common = overlap(box, box_of(chunk))
         if common is None:
             continue
-        starts, lengths = tuple(start for start, _ in common), tuple(size for _, size in common)
-        yield Source(begin, _minus(starts, begin), chunk.offsets, number, _minus(starts, chunk.offsets), lengths)
+        starts, lengths = (
+            tuple(start for start, _ in common),
+            tuple(size for _, size in common),
+        )
+        yield Source(
+            begin,
+            _minus(starts, begin),
+            chunk.offsets,
+            number,
+            _minus(starts, chunk.offsets),
+            lengths,
+        )
 
 
 def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,12 +10,21 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemWriter, new_tag
+from hyper_parallel.core.distributed_checkpoint.filesystem import (
+    FileSystemWriter,
+    new_tag,
+)
 from hyper_parallel.core.distributed_checkpoint.format import METADATA_FILE
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata
 from hyper_parallel.core.distributed_checkpoint.planner import SavePlan, SavePlanner
-from hyper_parallel.core.distributed_checkpoint.standard_planner import StandardSavePlanner
-from hyper_parallel.core.distributed_checkpoint.storage import SaveRun, StorageWriter, WriteResult
+from hyper_parallel.core.distributed_checkpoint.standard_planner import (
+    StandardSavePlanner,
+)
+from hyper_parallel.core.distributed_checkpoint.storage import (
+    SaveRun,
+    StorageWriter,
+    WriteResult,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -34,12 +43,19 @@ class Prepared:
 
     def write(self, ranks: Ranks) -> Metadata:
         """Writes it, on all ranks; when this returns the checkpoint is whole."""
-        results = ranks.together(lambda: self.writer.execute_write(self.plan, self.planner), self.writer.abandon)
+        results = ranks.together(
+            lambda: self.writer.execute_write(self.plan, self.planner),
+            self.writer.abandon,
+        )
         everyone = [results] if self.is_alike else ranks.gather(results)
         return ranks.together(lambda: self._finalized(everyone, ranks))
 
     def _finalized(self, results: list[list[WriteResult]], ranks: Ranks) -> Metadata:
-        return self.writer.finalize_checkpoint(self.metadata, results) if ranks.is_coordinator else self.metadata
+        return (
+            self.writer.finalize_checkpoint(self.metadata, results)
+            if ranks.is_coordinator
+            else self.metadata
+        )
 
 
 def prepare(
@@ -55,7 +71,12 @@ def prepare(
     What must be done ``before`` may fail on one rank, as everything here.
     """
     if storage_writer is None and checkpoint_id is None:
-        raise ValueError(coded("HP513", "save: expected checkpoint_id (a folder) or storage_writer, got neither"))
+        raise ValueError(
+            coded(
+                "HP513",
+                "save: expected checkpoint_id (a folder) or storage_writer, got neither",
+            )
+        )
     writer = storage_writer if storage_writer is not None else FileSystemWriter()
     chosen = planner if planner is not None else StandardSavePlanner()
 
@@ -63,12 +84,20 @@ def prepare(
         before()
         writer.initialize_writer(checkpoint_id)
         writer.configure_writer(ranks.is_coordinator)
-        options = {"rank": ranks.rank, "world_size": ranks.world_size, "is_coordinator": ranks.is_coordinator}
+        options = {
+            "rank": ranks.rank,
+            "world_size": ranks.world_size,
+            "is_coordinator": ranks.is_coordinator,
+        }
         chosen.configure_planner(state_dict, gather=ranks.gather, **options)
         if ranks.is_silent and ranks.world_size > 1:
             # Nothing tells a file of this save from one that an earlier save of the same state left.
             _require_new_folder(writer, ranks.is_coordinator)
-        return chosen.fingerprint() if isinstance(chosen, StandardSavePlanner) else bytes(16)
+        return (
+            chosen.fingerprint()
+            if isinstance(chosen, StandardSavePlanner)
+            else bytes(16)
+        )
 
     is_alike, token = ranks.agree(look, new_tag())
     if isinstance(chosen, StandardSavePlanner) and is_alike:
@@ -77,7 +106,11 @@ def prepare(
         plan, metadata = _plan_together(writer, chosen, ranks)
         is_alike = False
     return Prepared(
-        replace(plan, storage_data=SaveRun(token, ranks.rank, ranks.world_size)), chosen, writer, metadata, is_alike
+        replace(plan, storage_data=SaveRun(token, ranks.rank, ranks.world_size)),
+        chosen,
+        writer,
+        metadata,
+        is_alike,
     )
 
 
@@ -89,15 +122,27 @@ def _require_new_folder(writer: StorageWriter, is_coordinator: bool) -> None:
         or (is_coordinator and (folder / METADATA_FILE).exists())
         or any(folder.glob(f"data-*-{get_platform().get_rank():05d}.*"))
     ):
-        raise CheckpointError(coded("HP515", "use_collectives=False needs a new folder for every save"), file=folder)
+        raise CheckpointError(
+            coded("HP515", "use_collectives=False needs a new folder for every save"),
+            file=folder,
+        )
 
 
-def _plan_together(writer: StorageWriter, planner: SavePlanner, ranks: Ranks) -> tuple[SavePlan, Metadata]:
+def _plan_together(
+    writer: StorageWriter, planner: SavePlanner, ranks: Ranks
+) -> tuple[SavePlan, Metadata]:
     if ranks.is_silent and ranks.world_size > 1:
         raise CheckpointError(
-            coded("HP515", "use_collectives=False needs a planner that plans alone, and the same names on all ranks")
+            coded(
+                "HP515",
+                "use_collectives=False needs a planner that plans alone, and the same names on all ranks",
+            )
         )
-    local = ranks.together(lambda: writer.optimize_local_plan(planner.build_local_plan()))
+    local = ranks.together(
+        lambda: writer.optimize_local_plan(planner.build_local_plan())
+    )
     everyone = ranks.gather(local)
     plans, metadata = ranks.together(lambda: planner.build_global_plan(everyone))
-    return planner.finalize_plan(writer.optimize_global_plan(plans)[ranks.rank]), metadata
+    return planner.finalize_plan(
+        writer.optimize_global_plan(plans)[ranks.rank]
+    ), metadata

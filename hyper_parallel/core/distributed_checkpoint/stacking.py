@@ -53,7 +53,9 @@ class Found:
 
     def fail(self, told: str) -> NoReturn:
         """Raises about this tensor."""
-        raise CheckpointError(coded("HP516", told), file=self.path, field=self.entry.key)
+        raise CheckpointError(
+            coded("HP516", told), file=self.path, field=self.entry.key
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,20 @@ def apply_rename(rename: ReadRename, name: str) -> str | SliceOf:
     target = rename(name) if callable(rename) else rename.get(name, name)
     if isinstance(target, SliceOf):
         if min(target.index, target.part) < 0:
-            raise ValueError(coded("HP513", f"rename: index and part of a SliceOf count from 0, got {target}"))
+            raise ValueError(
+                coded(
+                    "HP513",
+                    f"rename: index and part of a SliceOf count from 0, got {target}",
+                )
+            )
         return target
     if type(target) is not str:
-        raise ValueError(coded("HP513", f"rename: expected a str or a SliceOf for {name!r}, got {target!r}"))
+        raise ValueError(
+            coded(
+                "HP513",
+                f"rename: expected a str or a SliceOf for {name!r}, got {target!r}",
+            )
+        )
     return target
 
 
@@ -88,11 +100,18 @@ def put_together(
         is_stack = any(isinstance(one.target, SliceOf) for one in found)
         whole = _stack(name, found) if is_stack else _take_one(name, found)
         outer = (1,) if is_stack else ()
-        chunks = [ChunkStorageMetadata(start, outer + one.entry.shape) for start, one in whole.chunks.items()]
+        chunks = [
+            ChunkStorageMetadata(start, outer + one.entry.shape)
+            for start, one in whole.chunks.items()
+        ]
         places = [one.place for one in whole.chunks.values()]
         properties = TensorProperties(found[0].entry.dtype)
-        known[name] = TensorStorageMetadata(properties, whole.size, ChunkList(tuple(chunks), tuple(places)))
-        keys.update({(name, start): one.entry.key for start, one in whole.chunks.items()})
+        known[name] = TensorStorageMetadata(
+            properties, whole.size, ChunkList(tuple(chunks), tuple(places))
+        )
+        keys.update(
+            {(name, start): one.entry.key for start, one in whole.chunks.items()}
+        )
     return known, keys
 
 
@@ -108,11 +127,15 @@ def _stack(name: str, found: Sequence[Found]) -> _Whole:
     slices: dict[tuple[int, int], Found] = {}
     for one in found:
         if not isinstance(one.target, SliceOf):
-            one.fail(f"it becomes {quoted(name)}, of which other tensors of the files are slices")
+            one.fail(
+                f"it becomes {quoted(name)}, of which other tensors of the files are slices"
+            )
         place = (one.target.index, one.target.part)
         if place in slices:
             other = quoted(slices[place].entry.key)
-            one.fail(f"it and {other} both become slice {place[0]}, part {place[1]} of {quoted(name)}")
+            one.fail(
+                f"it and {other} both become slice {place[0]}, part {place[1]} of {quoted(name)}"
+            )
         slices[place] = one
     count = 1 + max(index for index, _ in slices)
     parts = 1 + max(part for _, part in slices)
@@ -126,7 +149,9 @@ def _stack(name: str, found: Sequence[Found]) -> _Whole:
     return _Whole((count, *size), _locate(slices, parts))
 
 
-def _check_sizes(name: str, slices: Mapping[tuple[int, int], Found], parts: int) -> tuple[int, ...]:
+def _check_sizes(
+    name: str, slices: Mapping[tuple[int, int], Found], parts: int
+) -> tuple[int, ...]:
     """The size of a slice; all slices are like the first, and its parts differ along their dim alone."""
     first = slices[0, 0]
     dim = _dim_of(first)
@@ -138,7 +163,9 @@ def _check_sizes(name: str, slices: Mapping[tuple[int, int], Found], parts: int)
         expected = list(first.entry.shape)
         if parts > 1 and len(like) == len(expected):
             expected[dim] = like[dim]
-        is_like = one.entry.shape == like and list(like) == expected and _dim_of(one) == dim
+        is_like = (
+            one.entry.shape == like and list(like) == expected and _dim_of(one) == dim
+        )
         if not is_like or one.entry.dtype != first.entry.dtype:
             one.fail(
                 f"slice {index}, part {part} of {quoted(name)} is {one.entry.dtype} of shape {one.entry.shape} along "
@@ -153,7 +180,9 @@ def _locate(slices: Mapping[tuple[int, int], Found], parts: int) -> dict[Start, 
     for (index, part), one in sorted(slices.items()):
         start = [index, *(0 for _ in one.entry.shape)]
         if parts > 1:
-            start[1 + dim] = sum(slices[0, before].entry.shape[dim] for before in range(part))
+            start[1 + dim] = sum(
+                slices[0, before].entry.shape[dim] for before in range(part)
+            )
         located[tuple(start)] = one
     return located
 

@@ -40,7 +40,9 @@ def unwrapped(value: Any) -> tuple[Any, bool]:
     if not isinstance(value.value, np.ndarray):
         return value.value, True
     array = value.value
-    return get_platform().tensor_from_bytes(array.reshape(-1).view(np.uint8), str(array.dtype), array.shape), True
+    return get_platform().tensor_from_bytes(
+        array.reshape(-1).view(np.uint8), str(array.dtype), array.shape
+    ), True
 
 
 def as_ours(value: Any) -> Any:
@@ -66,7 +68,9 @@ def state_of(_path: Path, value: Any) -> Any:
     return value.state_dict()
 
 
-def flattened(state_dict: Mapping[Any, Any], state: Callable[[Path, Any], Any] = state_of) -> dict[str, Leaf]:
+def flattened(
+    state_dict: Mapping[Any, Any], state: Callable[[Path, Any], Any] = state_of
+) -> dict[str, Leaf]:
     """All leaves by their dotted names, in order; what is stateful is entered by its ``state``."""
     found: dict[str, Leaf] = {}
     for leaf in _leaves(state_dict, (), frozenset(), state):
@@ -74,13 +78,18 @@ def flattened(state_dict: Mapping[Any, Any], state: Callable[[Path, Any], Any] =
         if name in found:
             raise CheckpointError(
                 coded(
-                    "HP510", f"two values have this name: {found[name].path} and {leaf.path}; give one of them another"
+                    "HP510",
+                    f"two values have this name: {found[name].path} and {leaf.path}; give one of them another",
                 ),
                 field=name,
             )
         if name.startswith("@"):
             raise CheckpointError(
-                coded("HP510", "names that begin with @ are the format's own; choose another"), field=name
+                coded(
+                    "HP510",
+                    "names that begin with @ are the format's own; choose another",
+                ),
+                field=name,
             )
         found[name] = leaf
     return found
@@ -126,12 +135,18 @@ def dotted(path: Path) -> str:
 
 def is_stateful(value: Any) -> bool:
     """Whether a value gives its state and takes it back."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
-def _leaves(holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]) -> Iterator[Leaf]:
+def _leaves(
+    holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]
+) -> Iterator[Leaf]:
     if id(holder) in above:
-        raise CheckpointError(coded("HP510", "the state dict contains itself"), field=dotted(path))
+        raise CheckpointError(
+            coded("HP510", "the state dict contains itself"), field=dotted(path)
+        )
     above |= {id(holder)}
     steps = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
     for key, value in steps:
@@ -163,7 +178,9 @@ def _is_entered(value: Any, path: Path) -> bool:
         return bool(value)
     if type(value) is list:
         return any(not isinstance(item, _SCALARS) for item in value)
-    if isinstance(value, tuple) and any(get_platform().is_tensor(item) for item in value):
+    if isinstance(value, tuple) and any(
+        get_platform().is_tensor(item) for item in value
+    ):
         told = f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}"
         raise CheckpointError(coded("HP510", told), field=dotted(path))
     return False

@@ -45,7 +45,10 @@ class StateDictOptions:
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise ValueError(
-                coded("HP512", "StateDictOptions: broadcast_from_rank0 needs full_state_dict=True: shards are not sent")
+                coded(
+                    "HP512",
+                    "StateDictOptions: broadcast_from_rank0 needs full_state_dict=True: shards are not sent",
+                )
             )
 
 
@@ -60,18 +63,25 @@ class IncompatibleKeys(NamedTuple):
 
 
 def get_model_state_dict(
-    model: Any, *, submodules: Iterable[Any] | None = None, options: StateDictOptions | None = None
+    model: Any,
+    *,
+    submodules: Iterable[Any] | None = None,
+    options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """The model's parameters and buffers by name; of ``submodules`` alone, where they are given."""
     options = options or StateDictOptions()
     chosen = StateDictOptions(ignore_frozen_params=options.ignore_frozen_params)
     state = get_platform().get_model_state_dict(model, options=chosen)
     if submodules is not None:
-        state = _of_submodules(model, state, set(map(id, submodules)), options.keep_submodule_prefixes)
+        state = _of_submodules(
+            model, state, set(map(id, submodules)), options.keep_submodule_prefixes
+        )
     return _delivered(state, options)
 
 
-def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+def get_optimizer_state_dict(
+    model: Any, optimizers: Any, *, options: StateDictOptions | None = None
+) -> dict[str, Any]:
     """State and groups of one optimizer or several by the names of the model's parameters."""
     options = options or StateDictOptions()
     state: dict[str, Any] = {}
@@ -79,19 +89,35 @@ def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictO
     for optimizer in _several(optimizers):
         own = OptimizerState(model, optimizer).state_dict()
         state.update(own["state"])
-        groups += [{**group, "params": list(group["params"])} for group in own["groups"]]
+        groups += [
+            {**group, "params": list(group["params"])} for group in own["groups"]
+        ]
     if options.ignore_frozen_params:
         frozen = _frozen(model)
         state = {name: values for name, values in state.items() if name not in frozen}
-        groups = [{**g, "params": [name for name in g["params"] if name not in frozen]} for g in groups]
-    flat = {f"{_STATE}{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+        groups = [
+            {**g, "params": [name for name in g["params"] if name not in frozen]}
+            for g in groups
+        ]
+    flat = {
+        f"{_STATE}{name}.{key}": value
+        for name, values in state.items()
+        for key, value in values.items()
+    }
     flat = _delivered(flat, options)
-    is_left_out = options.full_state_dict and options.cpu_offload and get_platform().get_rank() != 0
+    is_left_out = (
+        options.full_state_dict
+        and options.cpu_offload
+        and get_platform().get_rank() != 0
+    )
     if is_left_out:
         return {}
     if options.flatten_optimizer_state_dict:
         return flat | _flat_groups(groups)
-    nested = {name: {key: flat[f"{_STATE}{name}.{key}"] for key in values} for name, values in state.items()}
+    nested = {
+        name: {key: flat[f"{_STATE}{name}.{key}"] for key in values}
+        for name, values in state.items()
+    }
     return {"state": nested, "param_groups": groups}
 
 
@@ -111,15 +137,24 @@ def get_state_dict(
 
 
 def set_model_state_dict(
-    model: Any, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+    model: Any,
+    model_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
     """Fills the model's parameters and buffers where they are, from whole tensors or distributed ones on any mesh."""
     options = options or StateDictOptions()
     platform = get_platform()
-    given = _received(model_state_dict) if options.broadcast_from_rank0 else dict(model_state_dict)
+    given = (
+        _received(model_state_dict)
+        if options.broadcast_from_rank0
+        else dict(model_state_dict)
+    )
     chosen = StateDictOptions(ignore_frozen_params=options.ignore_frozen_params)
     mine = platform.get_model_state_dict(model, options=chosen)
-    found = IncompatibleKeys(sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys()))
+    found = IncompatibleKeys(
+        sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
+    )
     if options.strict and (found.missing_keys or found.unexpected_keys):
         first = (*found.missing_keys, *found.unexpected_keys)[0]
         raise CheckpointError(
@@ -134,14 +169,22 @@ def set_model_state_dict(
         if platform.is_tensor(mine[name]):
             _check_shape(given[name], mine[name], name)
             platform.load_into_param(mine[name], given[name])
-    objects = {name: given[name] for name in given if name in mine and not platform.is_tensor(mine[name])}
+    objects = {
+        name: given[name]
+        for name in given
+        if name in mine and not platform.is_tensor(mine[name])
+    }
     if objects:  # what modules add to their state themselves
         model.load_state_dict(objects, strict=False)
     return found
 
 
 def set_optimizer_state_dict(
-    model: Any, optimizers: Any, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+    model: Any,
+    optimizers: Any,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
 ) -> None:
     """Gives optimizers their state and options, nested or flat, from whole tensors or distributed ones on any mesh."""
     options = options or StateDictOptions()
@@ -150,7 +193,9 @@ def set_optimizer_state_dict(
     names = list(get_platform().parameters_dict(model))
     state, groups = _nested(optim_state_dict, names)
     for optimizer in _several(optimizers):
-        OptimizerState(model, optimizer).load_state_dict({"state": state, "groups": groups})
+        OptimizerState(model, optimizer).load_state_dict(
+            {"state": state, "groups": groups}
+        )
 
 
 def set_state_dict(
@@ -195,7 +240,9 @@ def _on_host(tensor: Any) -> Any:
     platform = get_platform()
     if not isinstance(tensor, platform.DTensorBase):
         return platform.host_tensor(tensor)
-    return tensor.layout.tensor(platform.host_tensor(tensor.to_local()), tuple(tensor.shape))
+    return tensor.layout.tensor(
+        platform.host_tensor(tensor.to_local()), tuple(tensor.shape)
+    )
 
 
 def _check_shape(value: Any, target: Any, name: str) -> None:
@@ -217,17 +264,25 @@ def _received(state: Mapping[str, Any]) -> dict[str, Any]:
     device = platform.device()
     own = dict(state) if platform.get_rank() == 0 else {}
     described = {
-        name: (tuple(value.shape), dtype_name(value.dtype)) if platform.is_tensor(value) else None
+        name: (tuple(value.shape), dtype_name(value.dtype))
+        if platform.is_tensor(value)
+        else None
         for name, value in own.items()
     }
-    objects = {name: value for name, value in own.items() if not platform.is_tensor(value)}
+    objects = {
+        name: value for name, value in own.items() if not platform.is_tensor(value)
+    }
     everyone: list[Any] = [None] * platform.get_world_size()
     platform.all_gather_object(everyone, (described, objects))
     described, received = everyone[0][0], dict(everyone[0][1])
     for name, about in described.items():
         if about is not None:
             shape, dtype = about[0], platform.str_to_dtype(about[1])
-            buffer = platform.clone(own[name]).to(device) if own else platform.empty(shape, dtype=dtype, device=device)
+            buffer = (
+                platform.clone(own[name]).to(device)
+                if own
+                else platform.empty(shape, dtype=dtype, device=device)
+            )
             received[name] = platform.host_tensor(platform.broadcast(buffer, 0, None))
     return received
 
@@ -236,16 +291,22 @@ def _received(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _several(optimizers: Any) -> list[Any]:
-    return list(optimizers) if isinstance(optimizers, (list, tuple, set)) else [optimizers]
+    return (
+        list(optimizers) if isinstance(optimizers, (list, tuple, set)) else [optimizers]
+    )
 
 
 def _frozen(model: Any) -> set[str]:
     platform = get_platform()
     parameters = platform.parameters_dict(model).items()
-    return {name for name, parameter in parameters if not platform.requires_grad(parameter)}
+    return {
+        name for name, parameter in parameters if not platform.requires_grad(parameter)
+    }
 
 
-def _of_submodules(model: Any, state: dict[str, Any], chosen: set[int], keep_prefixes: bool) -> dict[str, Any]:
+def _of_submodules(
+    model: Any, state: dict[str, Any], chosen: set[int], keep_prefixes: bool
+) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path, module in get_platform().get_cells_and_names(model):
         if id(module) in chosen:
@@ -269,11 +330,17 @@ def _as_flat(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if "state" not in state_dict:
         return dict(state_dict)
     state = state_dict["state"].items()
-    flat = {f"{_STATE}{name}.{key}": value for name, values in state for key, value in values.items()}
+    flat = {
+        f"{_STATE}{name}.{key}": value
+        for name, values in state
+        for key, value in values.items()
+    }
     return flat | _flat_groups(state_dict["param_groups"])
 
 
-def _nested(state_dict: Mapping[str, Any], names: list[str]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+def _nested(
+    state_dict: Mapping[str, Any], names: list[str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """State by parameter and key, and the groups: one for each parameter, where they came flat."""
     if "state" in state_dict:
         state = {name: dict(values) for name, values in state_dict["state"].items()}
@@ -287,7 +354,11 @@ def _nested(state_dict: Mapping[str, Any], names: list[str]) -> tuple[dict[str, 
                 owner, _, key = entry.removeprefix(prefix).rpartition(".")
                 if owner not in known:
                     raise CheckpointError(
-                        coded("HP512", f"set_optimizer_state_dict: the model has no parameter {owner!r}"), field=entry
+                        coded(
+                            "HP512",
+                            f"set_optimizer_state_dict: the model has no parameter {owner!r}",
+                        ),
+                        field=entry,
                     )
                 kind.setdefault(owner, {})[key] = value
     return state, [{"params": (name,), **values} for name, values in options.items()]

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.metadata import Metadata, MetadataIndex
-from hyper_parallel.core.distributed_checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from hyper_parallel.core.distributed_checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class StorageWriter(ABC):
         """Writes this rank's items; what it returns goes to the coordinator."""
 
     @abstractmethod
-    def finalize_checkpoint(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+    def finalize_checkpoint(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> Metadata:
         """On the coordinator, when all have written: makes the checkpoint whole. ``results`` has a list a rank."""
 
     def abandon(self) -> None:  # noqa: B027 - a storage need not have anything to remove

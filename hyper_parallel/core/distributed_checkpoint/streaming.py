@@ -20,11 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.core.distributed_checkpoint.chunks import Box, Place
-from hyper_parallel.core.distributed_checkpoint.data_file import STEP, Bytes, DataFile, Piece, Progress
+from hyper_parallel.core.distributed_checkpoint.data_file import (
+    STEP,
+    Bytes,
+    DataFile,
+    Piece,
+    Progress,
+)
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
-from hyper_parallel.core.distributed_checkpoint.filesystem import FileSystemReader, read_box
+from hyper_parallel.core.distributed_checkpoint.filesystem import (
+    FileSystemReader,
+    read_box,
+)
 from hyper_parallel.core.distributed_checkpoint.header import build_plain_header
-from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, TensorStorageMetadata, dtype_name
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ITEM_SIZES,
+    TensorStorageMetadata,
+    dtype_name,
+)
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks, read_items
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -42,13 +55,22 @@ class Source:
         self._reader = reader
         self._files: dict[Place, DataFile] = {}
         known = self.metadata.state_dict_metadata.items()
-        self.tensors = {name: entry for name, entry in known if isinstance(entry, TensorStorageMetadata)}
+        self.tensors = {
+            name: entry
+            for name, entry in known
+            if isinstance(entry, TensorStorageMetadata)
+        }
         self.objects: Mapping[str, Any] = self.metadata.storage_data.objects
 
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -69,9 +91,14 @@ class Source:
             number = item.storage_index.index
             assert number is not None
             file = self._file(chunks.place(number))
-            entry = self._reader.entry(file, item.storage_index.fqn, chunks.chunk(number))
+            entry = self._reader.entry(
+                file, item.storage_index.fqn, chunks.chunk(number)
+            )
             starts = zip(item.dest_offsets, item.lengths, strict=True)
-            inside: tuple[Any, ...] = (*(slice(start, start + n) for start, n in starts), ...)
+            inside: tuple[Any, ...] = (
+                *(slice(start, start + n) for start, n in starts),
+                ...,
+            )
             read_box(file, entry, item, out[inside], verify=True)
 
     def slabs(self, name: str) -> Iterator[tuple[Box, NDArray[np.uint8]]]:
@@ -88,7 +115,10 @@ class Source:
         """The bytes of a tensor, read when they are asked for; floating-point numbers may be cast."""
         own = self.dtype(name)
         wanted = dtype if dtype is not None and "float" in own else own
-        parts = (data if wanted == own else _cast(data, own, wanted) for _, data in self.slabs(name))
+        parts = (
+            data if wanted == own else _cast(data, own, wanted)
+            for _, data in self.slabs(name)
+        )
         return _Stream(math.prod(self.tensors[name].size) * ITEM_SIZES[wanted], parts)
 
     def _file(self, place: Place) -> DataFile:
@@ -99,23 +129,35 @@ class Source:
         return self._files[place]
 
 
-def boxes_in_order(size: Sequence[int], item_size: int, most: int = STAGING) -> Iterator[Box]:
+def boxes_in_order(
+    size: Sequence[int], item_size: int, most: int = STAGING
+) -> Iterator[Box]:
     """Boxes of at most so many bytes that follow each other in a row-major tensor and fill it."""
     if not size or math.prod(size) == 0:
         yield from [()] if not size else []
         return
-    dim = next(dim for dim in range(len(size)) if math.prod(size[dim + 1 :]) * item_size <= most)
+    dim = next(
+        dim
+        for dim in range(len(size))
+        if math.prod(size[dim + 1 :]) * item_size <= most
+    )
     step = max(1, most // (math.prod(size[dim + 1 :]) * item_size))
     inner = tuple((0, n) for n in size[dim + 1 :])
     for outer in itertools.product(*(range(n) for n in size[:dim])):
         for start in range(0, size[dim], step):
-            yield (*((index, 1) for index in outer), (start, min(step, size[dim] - start)), *inner)
+            yield (
+                *((index, 1) for index in outer),
+                (start, min(step, size[dim] - start)),
+                *inner,
+            )
 
 
 def _cast(data: NDArray[np.uint8], own: str, wanted: str) -> NDArray[np.uint8]:
     platform = get_platform()
     tensor = platform.tensor_from_bytes(data, own, (data.nbytes // ITEM_SIZES[own],))
-    made: NDArray[Any] = platform.tensor_memory(platform.tensor_type_cast(tensor, wanted))
+    made: NDArray[Any] = platform.tensor_memory(
+        platform.tensor_type_cast(tensor, wanted)
+    )
     return made.reshape(-1).view(np.uint8)
 
 
@@ -139,17 +181,30 @@ class _Stream:
         while missing:
             if not len(self._rest):
                 self._rest = next(self._parts)
-            found.append(self._rest[:missing].copy() if len(self._rest) < missing else self._rest[:missing])
+            found.append(
+                self._rest[:missing].copy()
+                if len(self._rest) < missing
+                else self._rest[:missing]
+            )
             self._rest = self._rest[missing:]
             missing -= len(found[-1])
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
+        return (
+            found[0]
+            if len(found) == 1
+            else np.concatenate([np.empty(0, np.uint8), *found])
+        )
 
 
 def write_plain_file(
-    path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str], progress: Progress | None = None
+    path: Path,
+    pieces: Sequence[Piece],
+    metadata: Mapping[str, str],
+    progress: Progress | None = None,
 ) -> None:
     """Writes and syncs a safetensors file as any library would; what fails leaves nothing behind."""
-    head, entries = build_plain_header([(piece.key, piece.dtype, piece.shape) for piece in pieces], metadata)
+    head, entries = build_plain_header(
+        [(piece.key, piece.dtype, piece.shape) for piece in pieces], metadata
+    )
     memories = {piece.key: piece.memory for piece in pieces}
     try:
         path.unlink(missing_ok=True)
@@ -166,5 +221,8 @@ def write_plain_file(
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise CheckpointError(coded("HP505", f"cannot be written: {error.strerror or error}"), file=path) from error
+            raise CheckpointError(
+                coded("HP505", f"cannot be written: {error.strerror or error}"),
+                file=path,
+            ) from error
         raise

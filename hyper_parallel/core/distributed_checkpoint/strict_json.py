@@ -24,7 +24,9 @@ MOST_NESTED = 64  # brackets that may be open at once
 MOST_DIGITS = 1000  # of an int; reading one takes time that grows with the square
 END = 2**63  # what a number that counts elements, bytes or positions stays below
 
-_PIECE = 1 << 16  # bytes that are looked at together; the arrays for them are 26 times as large
+_PIECE = (
+    1 << 16
+)  # bytes that are looked at together; the arrays for them are 26 times as large
 _QUOTE = ord('"')
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
@@ -34,14 +36,20 @@ _STEPS[list(b"]}")] = -1
 def nesting(data: bytes) -> int:
     """How many brackets are open at once, at most, before a parser would end or refuse to go on."""
     if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
+        data = data.replace(b"\\\\", b"").replace(
+            b'\\"', b""
+        )  # now every quote begins or ends a string
     codes = np.frombuffer(data, np.uint8)
     deepest = depth = quotes = 0
     for start in range(0, len(codes), _PIECE):
         piece = codes[start : start + _PIECE]
         seen = np.cumsum(piece == _QUOTE) + quotes
         depths = np.cumsum(np.where(seen & 1, 0, _STEPS[piece])) + depth
-        deepest, depth, quotes = max(deepest, int(depths.max())), int(depths[-1]), int(seen[-1])
+        deepest, depth, quotes = (
+            max(deepest, int(depths.max())),
+            int(depths[-1]),
+            int(seen[-1]),
+        )
     return deepest
 
 
@@ -49,15 +57,23 @@ def parse(data: bytes, file: str | Path) -> Field:
     """One JSON value; no key twice in an object, no numbers that are not finite."""
     if (deepest := nesting(data)) > MOST_NESTED:
         raise CheckpointError(
-            coded("HP503", f"nested {deepest} levels deep, expected at most {MOST_NESTED}"), file=file
+            coded(
+                "HP503", f"nested {deepest} levels deep, expected at most {MOST_NESTED}"
+            ),
+            file=file,
         )
     try:
         value = json.loads(
-            data.decode(), object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_float
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_float,
         )
     except ValueError as error:
         raise CheckpointError(
-            coded("HP503", f"cannot be read as JSON: {shortened(str(error), 200)}"), file=file
+            coded("HP503", f"cannot be read as JSON: {shortened(str(error), 200)}"),
+            file=file,
         ) from None
     return Field(value, file)
 
@@ -72,7 +88,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _int(text: str) -> int:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"an int of {len(text)} digits, expected at most {MOST_DIGITS}")
+        raise ValueError(
+            f"an int of {len(text)} digits, expected at most {MOST_DIGITS}"
+        )
     return int(text)
 
 
@@ -112,7 +130,11 @@ def shown(value: Any) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if type(value) is int and abs(value) >= 2**100:
         return "a very large int"  # whose digits Python may refuse to write
-    return json.dumps(value) if value is None or type(value) in (bool, int, float) else type(value).__name__
+    return (
+        json.dumps(value)
+        if value is None or type(value) in (bool, int, float)
+        else type(value).__name__
+    )
 
 
 @dataclass(slots=True)  # not frozen: that would take most of the time of reading a file
@@ -133,12 +155,17 @@ class Field:
     @property
     def name(self) -> str:
         """Like ``tensors."model.w".shape[0]``."""
-        text = "".join(f"[{key}]" if isinstance(key, int) else f".{_plain(key)}" for key in self.keys)
+        text = "".join(
+            f"[{key}]" if isinstance(key, int) else f".{_plain(key)}"
+            for key in self.keys
+        )
         return text.removeprefix(".")
 
     def fail(self, message: str) -> NoReturn:
         """Says what is wrong with this field."""
-        raise CheckpointError(coded("HP503", message), file=self.file, field=self.name or None)
+        raise CheckpointError(
+            coded("HP503", message), file=self.file, field=self.name or None
+        )
 
     def expected(self, what: str) -> NoReturn:
         """Says what should have been here."""
@@ -183,7 +210,12 @@ class Field:
         found = self.object().keys()
         if missing := [key for key in needed if key not in found]:
             self.fail(f"the field {quoted(missing[0])} is missing")
-        if (unknown := next((key for key in found if key not in needed and key not in optional), None)) is not None:
+        if (
+            unknown := next(
+                (key for key in found if key not in needed and key not in optional),
+                None,
+            )
+        ) is not None:
             self.fail(f"the field {quoted(unknown)} is unknown")
 
     def elements(self) -> Iterator[Field]:
@@ -196,4 +228,6 @@ class Field:
 
 
 def _plain(key: str) -> str:
-    return key if key.isascii() and key.isidentifier() and len(key) <= 80 else quoted(key)
+    return (
+        key if key.isascii() and key.isidentifier() and len(key) <= 80 else quoted(key)
+    )

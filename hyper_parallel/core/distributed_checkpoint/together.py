@@ -15,10 +15,15 @@ from hyper_parallel.core.distributed_checkpoint.entries import Entry
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import fill
 from hyper_parallel.core.distributed_checkpoint.holdings import Holdings
-from hyper_parallel.core.distributed_checkpoint.metadata import ITEM_SIZES, TensorStorageMetadata
+from hyper_parallel.core.distributed_checkpoint.metadata import (
+    ITEM_SIZES,
+    TensorStorageMetadata,
+)
 from hyper_parallel.platform.error_codes import coded
 
-Chunk = tuple[str, tuple[int, ...]]  # the name of a tensor and the offsets of one of its chunks
+Chunk = tuple[
+    str, tuple[int, ...]
+]  # the name of a tensor and the offsets of one of its chunks
 
 
 @dataclass
@@ -31,20 +36,39 @@ class Division:
 
 
 def divided(
-    everyone: Sequence[Holdings], writers: Callable[[Iterable[Entry]], dict[str, int]], *, to_minimum_rank: bool = False
+    everyone: Sequence[Holdings],
+    writers: Callable[[Iterable[Entry]], dict[str, int]],
+    *,
+    to_minimum_rank: bool = False,
 ) -> Division:
     """Every chunk and every object once; a CheckpointError where ranks disagree about what has a name."""
-    made = Division({held.rank: set() for held in everyone}, {held.rank: set() for held in everyone})
+    made = Division(
+        {held.rank: set() for held in everyone}, {held.rank: set() for held in everyone}
+    )
     holders = _holders(everyone)
-    regular = {name: entry for name, entry in _first_entries(holders) if _fills_its_mesh(entry, holders[name])}
+    regular = {
+        name: entry
+        for name, entry in _first_entries(holders)
+        if _fills_its_mesh(entry, holders[name])
+    }
     chosen = writers(regular.values())
     for name, entry in regular.items():
         grid = entry.grid(chosen[name])
         made.tensors[name] = entry.stored(chosen[name])
         for held in holders[name]:
-            mine = (part for part in held.parts(name) if grid.place(part.number) == held.rank)
-            made.chunks[held.rank].update((name, tuple(offset for offset, _ in part.box)) for part in mine)
-    _divide_the_rest({n: h for n, h in holders.items() if n not in regular}, made, to_minimum_rank=to_minimum_rank)
+            mine = (
+                part
+                for part in held.parts(name)
+                if grid.place(part.number) == held.rank
+            )
+            made.chunks[held.rank].update(
+                (name, tuple(offset for offset, _ in part.box)) for part in mine
+            )
+    _divide_the_rest(
+        {n: h for n, h in holders.items() if n not in regular},
+        made,
+        to_minimum_rank=to_minimum_rank,
+    )
     _divide_objects(everyone, made)
     return made
 
@@ -69,8 +93,14 @@ def _check_alike(name: str, holders: list[Holdings]) -> None:
         entry = held.entries[name]
         kinds.setdefault((entry.dtype, entry.size), held.rank)
     if len(kinds) > 1:
-        told = "; ".join(f"rank {rank} has {dtype} of shape {size}" for (dtype, size), rank in kinds.items())
-        raise CheckpointError(coded("HP509", f"the ranks have different tensors of this name: {told}"), field=name)
+        told = "; ".join(
+            f"rank {rank} has {dtype} of shape {size}"
+            for (dtype, size), rank in kinds.items()
+        )
+        raise CheckpointError(
+            coded("HP509", f"the ranks have different tensors of this name: {told}"),
+            field=name,
+        )
 
 
 def _fills_its_mesh(entry: Entry, holders: list[Holdings]) -> bool:
@@ -78,11 +108,16 @@ def _fills_its_mesh(entry: Entry, holders: list[Holdings]) -> bool:
     return (
         all(held.entries[entry.name].cut == entry.cut for held in holders)
         and len(holders) == len(entry.cut.ranks)
-        and not (entry.is_plain and len({held.entries[entry.name].sample for held in holders}) > 1)
+        and not (
+            entry.is_plain
+            and len({held.entries[entry.name].sample for held in holders}) > 1
+        )
     )
 
 
-def _divide_the_rest(holders: dict[str, list[Holdings]], made: Division, *, to_minimum_rank: bool) -> None:
+def _divide_the_rest(
+    holders: dict[str, list[Holdings]], made: Division, *, to_minimum_rank: bool
+) -> None:
     """Tensors that some ranks have and others not, or on several meshes: chunk by chunk to the one with least."""
     loads = dict.fromkeys(made.chunks, 0)
     for name, held in sorted(holders.items()):
@@ -95,12 +130,16 @@ def _divide_the_rest(holders: dict[str, list[Holdings]], made: Division, *, to_m
         places = []
         for box, candidates in sorted(boxes.items()):
             ranks = sorted(one.rank for one in candidates)
-            rank = ranks[0] if to_minimum_rank else min(ranks, key=lambda r: (loads[r], r))
+            rank = (
+                ranks[0] if to_minimum_rank else min(ranks, key=lambda r: (loads[r], r))
+            )
             loads[rank] += _volume(box) * ITEM_SIZES[entry.dtype]
             places.append(rank)
             made.chunks[rank].add((name, tuple(offset for offset, _ in box)))
         chunks = ChunkList(tuple(chunk_of(box) for box in sorted(boxes)), tuple(places))
-        made.tensors[name] = TensorStorageMetadata(entry.properties(), entry.size, chunks)
+        made.tensors[name] = TensorStorageMetadata(
+            entry.properties(), entry.size, chunks
+        )
         _check_whole(name, entry, sorted(boxes))
 
 
@@ -124,7 +163,10 @@ def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
 
 def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
     if not fill([chunk_of(box) for box in boxes], entry.size):
-        have, need = sum(map(_volume, boxes)), _volume(tuple((0, size) for size in entry.size))
+        have, need = (
+            sum(map(_volume, boxes)),
+            _volume(tuple((0, size) for size in entry.size)),
+        )
         raise CheckpointError(
             coded(
                 "HP509",
@@ -153,7 +195,10 @@ def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
         made.objects[held.rank].add(name)
     clash = sorted(set(first) & set(made.tensors))
     if clash:
-        raise CheckpointError(coded("HP509", "is a tensor on some ranks and an object on others"), field=clash[0])
+        raise CheckpointError(
+            coded("HP509", "is a tensor on some ranks and an object on others"),
+            field=clash[0],
+        )
 
 
 def _volume(box: Box) -> int:

@@ -26,7 +26,12 @@ class _Way(NamedTuple):
 
 
 def redistribute_as(
-    local: Any, source: Layout, target: Layout, shape: Sequence[int], forward_dtype: Any, backward_dtype: Any
+    local: Any,
+    source: Layout,
+    target: Layout,
+    shape: Sequence[int],
+    forward_dtype: Any,
+    backward_dtype: Any,
 ) -> Any:
     """This rank's shard in the target layout, in ``forward_dtype``; its gradient is communicated in the other."""
     if any(op not in (None, "sum", "avg") for op in source.partial):
@@ -49,7 +54,9 @@ def _function() -> Any:
 
     class RedistributeAs(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, local: Any, way: _Way, dtype: Any, backward_dtype: Any) -> Any:
+        def forward(
+            ctx: Any, local: Any, way: _Way, dtype: Any, backward_dtype: Any
+        ) -> Any:
             ctx.way, ctx.dtype, ctx.backward_dtype = way, local.dtype, backward_dtype
             moved = redistribute(platform.detach(local).to(dtype), *way)
             return platform.detach(moved)

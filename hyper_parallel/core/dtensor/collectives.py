@@ -25,8 +25,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.layout import Layout, cut
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate
-from hyper_parallel.core.dtensor.redistribution import Box, Plan, Step, box, overlap, plan, volume
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Partial,
+    Placement,
+    Replicate,
+)
+from hyper_parallel.core.dtensor.redistribution import (
+    Box,
+    Plan,
+    Step,
+    box,
+    overlap,
+    plan,
+    volume,
+)
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.transform import chunk_sizes
 
@@ -56,7 +69,9 @@ def redistribute(
     ndim, platform = len(shape), get_platform()
     source, target = source.bind(ndim), target.bind(ndim)
     for axis in _reduced_first(source, target):
-        if platform.is_recorded(local):  # backward needs the part as it is now, whatever is changed in place
+        if platform.is_recorded(
+            local
+        ):  # backward needs the part as it is now, whatever is changed in place
             local = platform.operator("clone")(local)
         with cause(implicit):
             local = _functions()["reduce"].apply(local, source, axis, tuple(shape))
@@ -75,7 +90,15 @@ def _moved(way: _Way, local: Any, value: Any) -> Any:
     """The shard by this way, outside the graph; a tensor of its own, which may share its memory."""
     if value is None:
         with cause(way.implicit):
-            value = run(plan(way.source, way.target, way.shape, get_platform().get_element_size(local)), local)
+            value = run(
+                plan(
+                    way.source,
+                    way.target,
+                    way.shape,
+                    get_platform().get_element_size(local),
+                ),
+                local,
+            )
     return get_platform().detach(value)
 
 
@@ -84,7 +107,11 @@ def _reduced_first(source: Layout, target: Layout) -> tuple[int, ...]:
     """The axes of reductions that are not linear in their parts: they are taken first, and their gradient goes to the
     part that won."""
     pairs = enumerate(zip(source.placements, target.placements, strict=True))
-    return tuple(axis for axis, (before, after) in pairs if is_nonlinear(before) and after != before)
+    return tuple(
+        axis
+        for axis, (before, after) in pairs
+        if is_nonlinear(before) and after != before
+    )
 
 
 class _Way(NamedTuple):
@@ -104,13 +131,19 @@ def _backward_way(way: _Way) -> tuple[_Way, float, bool]:
     arriving, arriving_varied = _dual(way.target, way.summed)
     leaving, leaving_varied = _dual(way.source, way.varied)
     counts = True
-    for axis, (before, after) in enumerate(zip(way.source.placements, way.target.placements, strict=True)):
+    for axis, (before, after) in enumerate(
+        zip(way.source.placements, way.target.placements, strict=True)
+    ):
         if is_nonlinear(after) and before != after:
             # Each rank has the gradient of its own part of the maximum or product.
             arriving = _with(arriving, axis, Partial())
             if after.is_partial("prod"):  # all parts but the first are ones
-                counts = counts and way.source.mesh.own_coordinate("redistribute")[axis] == 0
-    back = _Way(arriving, arriving_varied, leaving, leaving_varied, way.shape, way.implicit)
+                counts = (
+                    counts and way.source.mesh.own_coordinate("redistribute")[axis] == 0
+                )
+    back = _Way(
+        arriving, arriving_varied, leaving, leaving_varied, way.shape, way.implicit
+    )
     return back, _share_of_parts(way.source, way.target), counts
 
 
@@ -127,7 +160,9 @@ def _dual(layout: Layout, varied: tuple[int, ...]) -> tuple[Layout, tuple[int, .
 def pending_sums(layout: Layout) -> tuple[int, ...]:
     """The axes along which a sum or an average is pending."""
     placements = enumerate(layout.placements)
-    return tuple(axis for axis, p in placements if isinstance(p, Partial) and not is_nonlinear(p))
+    return tuple(
+        axis for axis, p in placements if isinstance(p, Partial) and not is_nonlinear(p)
+    )
 
 
 def is_nonlinear(placement: Placement) -> bool:
@@ -171,7 +206,9 @@ def run(steps: Plan, local: Any) -> Any:
     platform, before = get_platform(), steps.source
     for step, after in zip(steps.steps, steps.layouts, strict=True):
         inside = before.is_fused and not step.sections
-        layout, shape = before.within_pieces(steps.shape) if inside else (before, steps.shape)
+        layout, shape = (
+            before.within_pieces(steps.shape) if inside else (before, steps.shape)
+        )
         local = _RUN[step.kind](_At(platform, step, layout, shape), local)
         before = after
     return local
@@ -199,24 +236,37 @@ class _At(NamedTuple):
     def sizes_along(self, dim: int) -> list[int]:
         """The sizes of the pieces into which the step's axis, the innermost one, has cut this rank's part of a dim."""
         sizes = self.before.mesh_shape
-        outer = [(sizes[axis], self.place[axis]) for axis in self.before.dim_axes[dim] if axis != self.step.axis]
+        outer = [
+            (sizes[axis], self.place[axis])
+            for axis in self.before.dim_axes[dim]
+            if axis != self.step.axis
+        ]
         return chunk_sizes(cut(self.shape[dim], outer)[1], sizes[self.step.axis])
 
     def spans(self, index: int) -> tuple[tuple[int, int], ...]:
         """What a rank along the step's axis has of a dim that is cut section by section."""
-        return FusedShard(self.step.dim, self.step.sections).spans(self.before.mesh_shape[self.step.axis], index)
+        return FusedShard(self.step.dim, self.step.sections).spans(
+            self.before.mesh_shape[self.step.axis], index
+        )
 
     def boxes(self, coordinate: Sequence[int]) -> tuple[Box, Box]:
         """What a place of the mesh has before the step, and what it has after an exchange."""
         sizes, target = self.before.mesh_shape, self.step.target or self.before.dim_axes
-        return tuple(box(self.shape, axes, sizes, coordinate) for axes in (self.before.dim_axes, target))  # type: ignore[return-value]
+        return tuple(
+            box(self.shape, axes, sizes, coordinate)
+            for axes in (self.before.dim_axes, target)
+        )  # type: ignore[return-value]
 
 
 def _slice(at: _At, local: Any) -> Any:
     if at.step.sections:
         spans = at.spans(at.place[at.step.axis])
-        return at.platform.cat([_along(local, at.step.dim, *span) for span in spans], at.step.dim)
-    piece = at.platform.chunk(local, at.step.dim, at.before.mesh_shape[at.step.axis], at.place[at.step.axis])
+        return at.platform.cat(
+            [_along(local, at.step.dim, *span) for span in spans], at.step.dim
+        )
+    piece = at.platform.chunk(
+        local, at.step.dim, at.before.mesh_shape[at.step.axis], at.place[at.step.axis]
+    )
     return at.platform.clone(piece)  # a view would hold on to the whole
 
 
@@ -225,12 +275,16 @@ def _all_gather(at: _At, local: Any) -> Any:
     if not at.step.sections:
         return gather(local, dim, at.group, at.sizes_along(dim))
     spans = [at.spans(index) for index in range(at.before.mesh_shape[at.step.axis])]
-    gathered = gather(local, dim, at.group, [sum(size for _, size in pieces) for pieces in spans])
+    gathered = gather(
+        local, dim, at.group, [sum(size for _, size in pieces) for pieces in spans]
+    )
     # Rank by rank the pieces of all sections came, and section by section those of all ranks are wanted.
     sizes = [size for pieces in spans for _, size in pieces]
     starts = [start for pieces in spans for start, _ in pieces]
     came = list(zip(starts, itertools.accumulate(sizes, initial=0), sizes))  # noqa: B905 - one sum more than sizes
-    return at.platform.cat([_along(gathered, dim, begin, size) for _, begin, size in sorted(came)], dim)
+    return at.platform.cat(
+        [_along(gathered, dim, begin, size) for _, begin, size in sorted(came)], dim
+    )
 
 
 def _along(tensor: Any, dim: int, start: int, size: int) -> Any:
@@ -239,11 +293,15 @@ def _along(tensor: Any, dim: int, start: int, size: int) -> Any:
 
 def _all_to_all(at: _At, local: Any) -> Any:
     source = at.step.source
-    return at.platform.get_tensor_transform().all_to_all(local, source, at.step.dim, at.group, at.sizes_along(source))
+    return at.platform.get_tensor_transform().all_to_all(
+        local, source, at.step.dim, at.group, at.sizes_along(source)
+    )
 
 
 def _reduce_scatter(at: _At, local: Any) -> Any:
-    return at.platform.get_tensor_transform().reduce_scatter(local, at.step.dim, at.step.op, at.group)
+    return at.platform.get_tensor_transform().reduce_scatter(
+        local, at.step.dim, at.step.op, at.group
+    )
 
 
 def _all_reduce(at: _At, local: Any) -> Any:
@@ -263,7 +321,11 @@ def _exchange(at: _At, local: Any) -> Any:
         return _handed_over(at, local, *partners)
     mesh, own = at.before.mesh, at.place
     ranks = mesh.ranks_along(at.step.axes)
-    copied = [axis for axis in at.step.axes if not any(axis in axes for axes in at.before.dim_axes)]
+    copied = [
+        axis
+        for axis in at.step.axes
+        if not any(axis in axes for axes in at.before.dim_axes)
+    ]
     have, want = at.boxes(own)
     sends, receives = [], []
     for rank in ranks:
@@ -278,31 +340,53 @@ def _exchange(at: _At, local: Any) -> Any:
             receives.append(_nothing(want))
     flat = at.platform.cat([local[_slices(part, have)].reshape(-1) for part in sends])
     received = at.platform.differentiable_all_to_all_single(
-        flat, [volume(part) for part in sends], [volume(part) for part in receives], at.platform.create_group(ranks)
+        flat,
+        [volume(part) for part in sends],
+        [volume(part) for part in receives],
+        at.platform.create_group(ranks),
     )
     return _assembled(at.platform, received, receives, want)
 
 
 @functools.lru_cache(maxsize=4096)
-def _partners(before: Layout, step: Step, shape: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, int] | None:
+def _partners(
+    before: Layout, step: Step, shape: tuple[int, ...], own: tuple[int, ...]
+) -> tuple[int, int] | None:
     """Whose shard this rank gets as it is, and which rank gets this one's; None unless every rank gets a whole one.
 
     All shards have one shape. No rank sends to one and receives from another: on some backends they would wait for
     each other.
     """
     mesh, sizes = before.mesh, before.mesh_shape
-    copied = [axis for axis in step.axes if not any(axis in axes for axes in before.dim_axes)]
-    places = {rank: mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(step.axes)}
+    copied = [
+        axis for axis in step.axes if not any(axis in axes for axes in before.dim_axes)
+    ]
+    places = {
+        rank: mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(step.axes)
+    }
     have, want = (
         {rank: box(shape, axes, sizes, place) for rank, place in places.items()}
         for axes in (before.dim_axes, step.target)
     )
-    if len({tuple(size for _, size in one) for side in (have, want) for one in side.values()}) != 1:
+    if (
+        len(
+            {
+                tuple(size for _, size in one)
+                for side in (have, want)
+                for one in side.values()
+            }
+        )
+        != 1
+    ):
         return None
     origins: dict[int, int] = {}
     targets: dict[int, int] = {}
     for rank, place in places.items():
-        line = [other for other, at in places.items() if all(at[axis] == place[axis] for axis in copied)]
+        line = [
+            other
+            for other, at in places.items()
+            if all(at[axis] == place[axis] for axis in copied)
+        ]
         found = [other for other in line if have[other] == want[rank]]
         if len(found) != 1:
             return None
@@ -317,7 +401,11 @@ def _partners(before: Layout, step: Step, shape: tuple[int, ...], own: tuple[int
 
 def _handed_over(at: _At, local: Any, origin: int, target: int) -> Any:
     """The shard that this rank gets, when those who change places know each other."""
-    platform, own, group = at.platform, at.before.mesh.rank, at.group  # all make the group, also who stays out
+    platform, own, group = (
+        at.platform,
+        at.before.mesh.rank,
+        at.group,
+    )  # all make the group, also who stays out
     if origin == target:
         return local if origin == own else platform.p2p_exchange(local, target, group)
     if origin == own:
@@ -331,11 +419,19 @@ def _handed_over(at: _At, local: Any, origin: int, target: int) -> Any:
 def _gather(at: _At, local: Any) -> Any:
     """Every rank's shard, one after the other, and each put where it belongs."""
     mesh, sizes = at.before.mesh, at.before.mesh_shape
-    kept = [tuple(axis for axis in axes if axis not in at.step.axes) for axes in at.before.dim_axes]
+    kept = [
+        tuple(axis for axis in axes if axis not in at.step.axes)
+        for axes in at.before.dim_axes
+    ]
     want = box(at.shape, kept, sizes, at.place)
-    parts = [at.boxes(mesh.coordinate_of(rank) or ())[0] for rank in mesh.ranks_along(at.step.axes)]
+    parts = [
+        at.boxes(mesh.coordinate_of(rank) or ())[0]
+        for rank in mesh.ranks_along(at.step.axes)
+    ]
     counts = [volume(part) for part in parts]
-    received = at.platform.get_tensor_transform().all_gather(local.reshape(-1), 0, at.group, counts)
+    received = at.platform.get_tensor_transform().all_gather(
+        local.reshape(-1), 0, at.group, counts
+    )
     if _are_rows(parts, want):
         return received.reshape([size for _, size in want])
     return _assembled(at.platform, received, parts, want)
@@ -357,18 +453,29 @@ def _nothing(inside: Box) -> Box:
 
 def _slices(part: Box, inside: Box) -> tuple[slice, ...]:
     """Where a part lies in the tensor that holds a box."""
-    starts = [start - offset for (start, _), (offset, _) in zip(part, inside, strict=True)]
-    return tuple(slice(start, start + size) for start, (_, size) in zip(starts, part, strict=True))
+    starts = [
+        start - offset for (start, _), (offset, _) in zip(part, inside, strict=True)
+    ]
+    return tuple(
+        slice(start, start + size)
+        for start, (_, size) in zip(starts, part, strict=True)
+    )
 
 
-def _assembled(platform: Platform, received: Any, parts: Sequence[Box], want: Box) -> Any:
+def _assembled(
+    platform: Platform, received: Any, parts: Sequence[Box], want: Box
+) -> Any:
     """The shard from its parts, which lie in ``received`` one after the other."""
-    output = platform.empty([size for _, size in want], dtype=received.dtype, device=received.device)
+    output = platform.empty(
+        [size for _, size in want], dtype=received.dtype, device=received.device
+    )
     start = 0
     for part in parts:
         stop = start + volume(part)
         if stop > start:
-            output[_slices(part, want)] = received[start:stop].reshape([size for _, size in part])
+            output[_slices(part, want)] = received[start:stop].reshape(
+                [size for _, size in part]
+            )
         start = stop
     return output
 
@@ -409,10 +516,16 @@ def _functions() -> dict[str, Any]:
 
     class Reduce(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, local: Any, layout: Layout, axis: int, shape: tuple[int, ...]) -> Any:
+        def forward(
+            ctx: Any, local: Any, layout: Layout, axis: int, shape: tuple[int, ...]
+        ) -> Any:
             ctx.layout, ctx.axis, ctx.shape = layout, axis, shape
-            ctx.op, ctx.group = layout.placements[axis].reduce_op, layout.mesh.get_group(axis)  # type: ignore[attr-defined]
-            result = platform.get_tensor_transform().all_reduce(platform.detach(local), ctx.op, ctx.group)
+            placement = layout.placements[axis]
+            assert isinstance(placement, Partial)
+            ctx.op, ctx.group = placement.reduce_op, layout.mesh.get_group(axis)
+            result = platform.get_tensor_transform().all_reduce(
+                platform.detach(local), ctx.op, ctx.group
+            )
             ctx.save_for_backward(local, result)
             return result
 
@@ -421,13 +534,22 @@ def _functions() -> dict[str, Any]:
             # Every rank has the whole gradient, so there is nothing to add up; what it does with it is its own.
             data, result = ctx.saved_tensors
             layout = gradient_layout(ctx.layout)
-            grad = redistribute(grad, layout, layout, ctx.shape, (ctx.axis,), implicit=True)
-            return platform.reduction_gradient(ctx.op, grad, data, result, ctx.group), None, None, None
+            grad = redistribute(
+                grad, layout, layout, ctx.shape, (ctx.axis,), implicit=True
+            )
+            return (
+                platform.reduction_gradient(ctx.op, grad, data, result, ctx.group),
+                None,
+                None,
+                None,
+            )
 
     return {"redistribute": Redistribute, "reduce": Reduce}
 
 
-def redistribute_back(grad: Any, source: Layout, target: Layout, shape: Sequence[int]) -> Any:
+def redistribute_back(
+    grad: Any, source: Layout, target: Layout, shape: Sequence[int]
+) -> Any:
     """The gradient of the source's shard, from that of the target's."""
     return _back(grad, _Way(source, (), target, (), tuple(shape), implicit=False))
 
@@ -437,7 +559,15 @@ def _back(grad: Any, forward: _Way) -> Any:
     if not counts:
         platform = get_platform()
         grad = platform.tied(platform.full_like(grad, 0), [grad])
-    back = redistribute(grad, way.source, way.target, way.shape, way.summed, varied=way.varied, implicit=way.implicit)
+    back = redistribute(
+        grad,
+        way.source,
+        way.target,
+        way.shape,
+        way.summed,
+        varied=way.varied,
+        implicit=way.implicit,
+    )
     return back if factor == 1 else back * factor
 
 
@@ -445,7 +575,9 @@ def _back(grad: Any, forward: _Way) -> Any:
 def _share_of_parts(source: Layout, target: Layout) -> float:
     """What the gradient of the target is multiplied by: a part of an average has one over the number of parts of it."""
     share = 1.0
-    for size, before, after in zip(source.mesh_shape, source.placements, target.placements, strict=True):
+    for size, before, after in zip(
+        source.mesh_shape, source.placements, target.placements, strict=True
+    ):
         share /= size if before.is_partial("avg") else 1
         share *= size if after.is_partial("avg") else 1
     return share

@@ -34,14 +34,20 @@ class Taken(NamedTuple):
     forms: int  # how often the base had changed its shape in place
 
 
-def remember_base(tensor: Any, base: Any, name: str, again: Callable[[], Any], is_view: bool) -> None:
+def remember_base(
+    tensor: Any, base: Any, name: str, again: Callable[[], Any], is_view: bool
+) -> None:
     """Has a tensor follow the one that it was copied from, where a view was asked for."""
     tensor._copy_of = tensor._copy_of or name
     version = platform.version_of(base._local)
-    if version is None or not platform.counts_changes:  # nobody could tell that the base has changed
+    if (
+        version is None or not platform.counts_changes
+    ):  # nobody could tell that the base has changed
         return
     recording = not tensor._unrecorded
-    tensor._taken = Taken(base, again, is_view, name, base._local, version, recording, base._forms)
+    tensor._taken = Taken(
+        base, again, is_view, name, base._local, version, recording, base._forms
+    )
     tensor._spec = None  # so that no short way is taken to it
 
 

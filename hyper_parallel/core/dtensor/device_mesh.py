@@ -32,18 +32,33 @@ _current = threading.local()
 class DeviceMesh:
     """``mesh``: global ranks as a tensor, array or nested sequence, one dimension an axis."""
 
-    def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> None:
         if not isinstance(device_type, str):
-            raise TypeError(coded("HP201", f"DeviceMesh: device_type must be a str, got {device_type!r}"))
+            raise TypeError(
+                coded(
+                    "HP201",
+                    f"DeviceMesh: device_type must be a str, got {device_type!r}",
+                )
+            )
         self._ranks = _as_ranks(mesh)
         self._names = _checked_names(mesh_dim_names, self._ranks.ndim)
         self.device_type = device_type
         self._key = (device_type, self.mesh_shape, self.rank_list, self._names)
         self._hash = hash(self._key)
         self._root: DeviceMesh | None = None
-        self._coordinates: dict[int, tuple[int, ...] | None] = {}  # of ranks that were asked for
+        self._coordinates: dict[
+            int, tuple[int, ...] | None
+        ] = {}  # of ranks that were asked for
         self._parts: dict[str, DeviceMesh] = {}  # flattened axes, by name
-        self._lines: dict[tuple[int, int], tuple[int, ...]] = {}  # (axis, rank) -> the ranks of that line
+        self._lines: dict[
+            tuple[int, int], tuple[int, ...]
+        ] = {}  # (axis, rank) -> the ranks of that line
 
     # --- what it is
 
@@ -89,14 +104,20 @@ class DeviceMesh:
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along an axis, or of all."""
-        return int(self._ranks.size) if mesh_dim is None else self.mesh_shape[self._axis(mesh_dim)]
+        return (
+            int(self._ranks.size)
+            if mesh_dim is None
+            else self.mesh_shape[self._axis(mesh_dim)]
+        )
 
     def to_hash(self) -> tuple[Any, ...]:
         """What makes two meshes equal."""
         return self._key
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, DeviceMesh) and self._key == other._key)
+        return self is other or (
+            isinstance(other, DeviceMesh) and self._key == other._key
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -127,13 +148,19 @@ class DeviceMesh:
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank's place along an axis; on a mesh of one axis that one."""
-        axis = self._axis(mesh_dim) if mesh_dim is not None else self._only_axis("get_local_rank")
+        axis = (
+            self._axis(mesh_dim)
+            if mesh_dim is not None
+            else self._only_axis("get_local_rank")
+        )
         return self.own_coordinate("get_local_rank")[axis]
 
     def axis_index(self, name: str) -> int:
         """The axis of that name, counted from the left."""
         if not isinstance(name, str):
-            raise TypeError(coded("HP202", f"axis_index: name must be a str, got {name!r}"))
+            raise TypeError(
+                coded("HP202", f"axis_index: name must be a str, got {name!r}")
+            )
         return self._axis(name)
 
     def axis_id(self, name: str) -> int:
@@ -144,7 +171,11 @@ class DeviceMesh:
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The group of the ranks that differ from this one only along an axis; made when first asked for."""
-        axis = self._axis(mesh_dim) if mesh_dim is not None else self._only_axis("get_group")
+        axis = (
+            self._axis(mesh_dim)
+            if mesh_dim is not None
+            else self._only_axis("get_group")
+        )
         ranks, platform = self.get_rank_list_along_axis(axis), get_platform()
         name_axis(ranks, self._names[axis] if self._names else str(axis))
         return platform.get_created_group(ranks) or platform.create_group(ranks)
@@ -163,22 +194,38 @@ class DeviceMesh:
         if (axis, rank) not in self._lines:
             coordinate = self.coordinate_of(rank)
             if coordinate is None:
-                raise ValueError(coded("HP205", f"get_devices_for_axis: rank {rank} is not in {self}"))
-            index = tuple(slice(None) if a == axis else place for a, place in enumerate(coordinate))
+                raise ValueError(
+                    coded(
+                        "HP205", f"get_devices_for_axis: rank {rank} is not in {self}"
+                    )
+                )
+            index = tuple(
+                slice(None) if a == axis else place
+                for a, place in enumerate(coordinate)
+            )
             self._lines[axis, rank] = tuple(self._ranks[index].tolist())
         return list(self._lines[axis, rank])
 
     def ranks_along(self, axes: Iterable[int]) -> list[int]:
         """The ranks that differ from this one only along these axes, sorted."""
         own, wanted = self.own_coordinate("ranks_along"), set(axes)
-        index = tuple(slice(None) if axis in wanted else place for axis, place in enumerate(own))
+        index = tuple(
+            slice(None) if axis in wanted else place for axis, place in enumerate(own)
+        )
         ranks: list[int] = self._ranks[index].reshape(-1).tolist()
         return sorted(ranks)
 
     @functools.cached_property
     def descending_axis(self) -> int | None:
         """The first axis along which the ranks do not ascend, if there is one."""
-        return next((axis for axis in range(self.ndim) if (np.diff(self._ranks, axis=axis) < 0).any()), None)
+        return next(
+            (
+                axis
+                for axis in range(self.ndim)
+                if (np.diff(self._ranks, axis=axis) < 0).any()
+            ),
+            None,
+        )
 
     def get_device_num_along_axis(self, mesh_dim: int | str) -> int:
         """The number of ranks along an axis."""
@@ -190,11 +237,18 @@ class DeviceMesh:
         """The axes of these names through this rank, as a mesh of its own."""
         if self._names is None:
             raise RuntimeError(
-                coded("HP202", f"{self} has no names for its axes; give it mesh_dim_names to cut it by name")
+                coded(
+                    "HP202",
+                    f"{self} has no names for its axes; give it mesh_dim_names to cut it by name",
+                )
             )
         wanted = (names,) if isinstance(names, str) else tuple(names)
         root = self.root_mesh
-        if len(wanted) == 1 and wanted[0] not in self._names and wanted[0] in root._parts:
+        if (
+            len(wanted) == 1
+            and wanted[0] not in self._names
+            and wanted[0] in root._parts
+        ):
             return root._parts[wanted[0]]
         unknown = [name for name in wanted if name not in self._names]
         if unknown and all(name in root._parts for name in unknown):
@@ -204,12 +258,17 @@ class DeviceMesh:
         axes = [self._names.index(name) for name in wanted]
         if axes != sorted(set(axes)):
             raise ValueError(
-                coded("HP203", f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}")
+                coded(
+                    "HP203",
+                    f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}",
+                )
             )
         if axes == list(range(self.ndim)):
             return self
         own = self.own_coordinate("cutting the mesh")
-        index = tuple(slice(None) if axis in axes else own[axis] for axis in range(self.ndim))
+        index = tuple(
+            slice(None) if axis in axes else own[axis] for axis in range(self.ndim)
+        )
         return self._derive(self._ranks[index], wanted)
 
     def _with_flattened(self, wanted: tuple[str, ...]) -> DeviceMesh:
@@ -227,7 +286,9 @@ class DeviceMesh:
                 )
             )
         own = root.own_coordinate("cutting the mesh")
-        index = tuple(slice(None) if axis in used else own[axis] for axis in range(root.ndim))
+        index = tuple(
+            slice(None) if axis in used else own[axis] for axis in range(root.ndim)
+        )
         sizes = [math.prod(root.mesh_shape[axis] for axis in span) for span in spans]
         return self._derive(ranks[index].reshape(sizes), wanted)
 
@@ -237,11 +298,17 @@ class DeviceMesh:
             return (self._names.index(name),)
         flat = self._parts[name].rank_list if name in self._parts else ()
         places = np.asarray([self.coordinate_of(rank) for rank in flat])
-        axes = tuple(axis for axis in range(self.ndim) if len(flat) and len(set(places[:, axis].tolist())) > 1)
-        if len(flat) != math.prod(self.mesh_shape[axis] for axis in axes) or list(map(tuple, places)) != sorted(
+        axes = tuple(
+            axis
+            for axis in range(self.ndim)
+            if len(flat) and len(set(places[:, axis].tolist())) > 1
+        )
+        if len(flat) != math.prod(self.mesh_shape[axis] for axis in axes) or list(
             map(tuple, places)
-        ):
-            raise KeyError(coded("HP203", f"{name!r} does not name whole axes of {self}"))
+        ) != sorted(map(tuple, places)):
+            raise KeyError(
+                coded("HP203", f"{name!r} does not name whole axes of {self}")
+            )
         return axes
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
@@ -252,20 +319,35 @@ class DeviceMesh:
         if known is not None and known != flat:
             raise ValueError(coded("HP206", f"flatten: {name!r} already names {known}"))
         if self.root_mesh._names and name in self.root_mesh._names and self.ndim > 1:
-            raise ValueError(coded("HP206", f"flatten: {name!r} already names an axis of {self.root_mesh}"))
+            raise ValueError(
+                coded(
+                    "HP206",
+                    f"flatten: {name!r} already names an axis of {self.root_mesh}",
+                )
+            )
         return self.root_mesh._parts.setdefault(name, flat)
 
-    def unflatten(self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
+    def unflatten(
+        self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None
+    ) -> DeviceMesh:
         """The mesh with one axis cut into several, the first of them the outer one."""
         axis = self._axis(dim)
         if math.prod(sizes) != self.mesh_shape[axis]:
             have = self.mesh_shape[axis]
             raise ValueError(
-                coded("HP206", f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}")
+                coded(
+                    "HP206",
+                    f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}",
+                )
             )
-        if (names is None) != (self._names is None) or (names is not None and len(names) != len(sizes)):
+        if (names is None) != (self._names is None) or (
+            names is not None and len(names) != len(sizes)
+        ):
             raise ValueError(
-                coded("HP202", f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}")
+                coded(
+                    "HP202",
+                    f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}",
+                )
             )
         shape = (*self.mesh_shape[:axis], *sizes, *self.mesh_shape[axis + 1 :])
         all_names = None
@@ -279,7 +361,10 @@ class DeviceMesh:
         roots = {id(mesh.root_mesh): mesh.root_mesh for mesh in meshes}
         if len(roots) != 1:
             raise ValueError(
-                coded("HP206", f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}")
+                coded(
+                    "HP206",
+                    f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}",
+                )
             )
         [root] = roots.values()
         names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
@@ -287,30 +372,47 @@ class DeviceMesh:
 
     @staticmethod
     def from_group(
-        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
+        group: Any,
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
         """A mesh whose groups the user has made: one group for one axis, or a list, one an axis, with ``mesh``."""
         platform = get_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None:
             if len(groups) != 1:
-                raise ValueError(coded("HP206", f"from_group: {len(groups)} groups need mesh=, the ranks in a grid"))
+                raise ValueError(
+                    coded(
+                        "HP206",
+                        f"from_group: {len(groups)} groups need mesh=, the ranks in a grid",
+                    )
+                )
             mesh = platform.get_process_group_ranks(groups[0])
         made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
         if len(groups) != made.ndim:
             raise ValueError(
-                coded("HP206", f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}")
+                coded(
+                    "HP206",
+                    f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}",
+                )
             )
         for axis, held in enumerate(groups):
             ranks = sorted(platform.get_process_group_ranks(held))
             if ranks != sorted(made.get_rank_list_along_axis(axis)):
                 raise ValueError(
-                    coded("HP206", f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others")
+                    coded(
+                        "HP206",
+                        f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others",
+                    )
                 )
         platform.mark_created_groups(groups)
         return made
 
-    def _derive(self, ranks: NDArray[np.int64], names: Sequence[str] | None) -> DeviceMesh:
+    def _derive(
+        self, ranks: NDArray[np.int64], names: Sequence[str] | None
+    ) -> DeviceMesh:
         made = DeviceMesh(self.device_type, ranks, mesh_dim_names=names)
         made._root = self.root_mesh
         return made
@@ -329,18 +431,33 @@ class DeviceMesh:
     def _axis(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, str):
             if self._names is None or mesh_dim not in self._names:
-                raise KeyError(coded("HP203", f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}"))
+                raise KeyError(
+                    coded(
+                        "HP203",
+                        f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}",
+                    )
+                )
             return self._names.index(mesh_dim)
         if not isinstance(mesh_dim, int) or isinstance(mesh_dim, bool):
-            raise TypeError(coded("HP203", f"an axis is named by an int or a str, got {mesh_dim!r}"))
+            raise TypeError(
+                coded("HP203", f"an axis is named by an int or a str, got {mesh_dim!r}")
+            )
         if not -self.ndim <= mesh_dim < self.ndim:
-            raise ValueError(coded("HP203", f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}"))
+            raise ValueError(
+                coded(
+                    "HP203",
+                    f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}",
+                )
+            )
         return mesh_dim % self.ndim
 
     def _only_axis(self, call: str) -> int:
         if self.ndim != 1:
             raise ValueError(
-                coded("HP203", f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one")
+                coded(
+                    "HP203",
+                    f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one",
+                )
             )
         return 0
 
@@ -348,7 +465,9 @@ class DeviceMesh:
         """This rank's place along each axis; an error that names ``call`` if it is not in the mesh."""
         coordinate = self.get_coordinate()
         if coordinate is None:
-            raise RuntimeError(coded("HP205", f"{call}: rank {self.rank} is not in {self}"))
+            raise RuntimeError(
+                coded("HP205", f"{call}: rank {self.rank} is not in {self}")
+            )
         return coordinate
 
 
@@ -369,17 +488,36 @@ def init_device_mesh(
     if backend_override:
         _check_backends(backend_override)
     if isinstance(mesh_shape, (str, int)) or not isinstance(mesh_shape, Iterable):
-        raise TypeError(coded("HP201", f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}"))
+        raise TypeError(
+            coded(
+                "HP201",
+                f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}",
+            )
+        )
     shape = tuple(mesh_shape)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
-        raise TypeError(coded("HP201", f"init_device_mesh: mesh_shape must hold ints, got {shape}"))
+        raise TypeError(
+            coded("HP201", f"init_device_mesh: mesh_shape must hold ints, got {shape}")
+        )
     if not shape or min(shape) < 1:
-        raise ValueError(coded("HP201", f"init_device_mesh: every axis needs at least one rank, got {shape}"))
+        raise ValueError(
+            coded(
+                "HP201",
+                f"init_device_mesh: every axis needs at least one rank, got {shape}",
+            )
+        )
     count = math.prod(shape)
-    ranks = _block(count, init_backend, device_type) if rank_list is None else tuple(rank_list)
+    ranks = (
+        _block(count, init_backend, device_type)
+        if rank_list is None
+        else tuple(rank_list)
+    )
     if len(ranks) != count:
         raise ValueError(
-            coded("HP201", f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}")
+            coded(
+                "HP201",
+                f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}",
+            )
         )
     grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
     made = DeviceMesh(device_type, grid, mesh_dim_names=mesh_dim_names)
@@ -389,7 +527,12 @@ def init_device_mesh(
 def get_current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``."""
     if not _stack():
-        raise RuntimeError(coded("HP207", "there is no current mesh; use `with mesh:` or pass device_mesh="))
+        raise RuntimeError(
+            coded(
+                "HP207",
+                "there is no current mesh; use `with mesh:` or pass device_mesh=",
+            )
+        )
     return _stack()[-1]
 
 
@@ -408,7 +551,10 @@ def _block(count: int, init_backend: bool, device_type: str) -> tuple[int, ...]:
     world = platform.get_world_size()
     if init_backend and world % count:
         raise ValueError(
-            coded("HP201", f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=")
+            coded(
+                "HP201",
+                f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=",
+            )
         )
     first = platform.get_rank() // count * count
     return tuple(range(first, first + count))
@@ -435,18 +581,32 @@ def _check_backends(override: dict[int | str, Any]) -> None:
 
 def _as_ranks(mesh: Any) -> NDArray[np.int64]:
     if isinstance(mesh, (str, bytes, dict)) or mesh is None:
-        raise TypeError(coded("HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}"))
+        raise TypeError(
+            coded("HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}")
+        )
     if get_platform().is_tensor(mesh):
         mesh = get_platform().tensor_to_numpy(mesh)
     try:
         ranks = np.asarray(mesh)
     except ValueError as error:
-        raise ValueError(coded("HP201", f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}")) from error
+        raise ValueError(
+            coded(
+                "HP201",
+                f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}",
+            )
+        ) from error
     if ranks.dtype.kind not in "iu":
-        raise TypeError(coded("HP201", f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}"))
+        raise TypeError(
+            coded("HP201", f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}")
+        )
     ranks = ranks.astype(np.int64) if ranks.ndim else ranks.astype(np.int64).reshape(1)
     if not ranks.size or ranks.min() < 0 or len(np.unique(ranks)) != ranks.size:
-        raise ValueError(coded("HP201", f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}"))
+        raise ValueError(
+            coded(
+                "HP201",
+                f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}",
+            )
+        )
     return ranks
 
 
@@ -457,7 +617,12 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | 
     if not all(isinstance(name, str) for name in found):
         raise TypeError(coded("HP202", f"mesh_dim_names must be strings, got {found}"))
     if len(found) != ndim or len(set(found)) != ndim:
-        raise ValueError(coded("HP202", f"mesh_dim_names must be {ndim} different names, one an axis, got {found}"))
+        raise ValueError(
+            coded(
+                "HP202",
+                f"mesh_dim_names must be {ndim} different names, one an axis, got {found}",
+            )
+        )
     return found
 
 

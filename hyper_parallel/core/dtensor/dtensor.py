@@ -34,7 +34,13 @@ from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 
 from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.dtensor.routes import local_for, own_local_for, reduced_twin, routes_of_moved, versions
+from hyper_parallel.core.dtensor.routes import (
+    local_for,
+    own_local_for,
+    reduced_twin,
+    routes_of_moved,
+    versions,
+)
 from hyper_parallel.core.dtensor.spec import spec_of, waits_for_value
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -69,9 +75,17 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
         layout.mesh.own_coordinate("from_local")
-        whole = layout.get_global_shape(local_tensor.shape) if shape is None else tuple(shape)
-        told = shape is not None or layout.is_fused  # sections say the size of their dim
-        if told and tuple(local_tensor.shape) != (expected := layout.local_shape(whole)):
+        whole = (
+            layout.get_global_shape(local_tensor.shape)
+            if shape is None
+            else tuple(shape)
+        )
+        told = (
+            shape is not None or layout.is_fused
+        )  # sections say the size of their dim
+        if told and tuple(local_tensor.shape) != (
+            expected := layout.local_shape(whole)
+        ):
             raise ValueError(
                 coded(
                     "HP220",
@@ -84,8 +98,12 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         if run_check:
             _check_ranks(local_tensor, layout, whole)
         if grad_placements is not None:
-            parts = axes_of_partial_gradient("from_local", layout, grad_placements, len(whole))
-            local_tensor = redistribute(local_tensor, layout, layout, whole, varied=parts)
+            parts = axes_of_partial_gradient(
+                "from_local", layout, grad_placements, len(whole)
+            )
+            local_tensor = redistribute(
+                local_tensor, layout, layout, whole, varied=parts
+            )
         return DTensor.of_plain(local_tensor, layout, whole)
 
     @staticmethod
@@ -99,10 +117,16 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return made
 
     @classmethod
-    def _on_every_rank(cls, local: Any, device_type: str, ranks: Any, names: Any) -> DTensor:
+    def _on_every_rank(
+        cls, local: Any, device_type: str, ranks: Any, names: Any
+    ) -> DTensor:
         """A tensor of which every rank of a mesh has all, from plain values, as a file has them."""
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
-        return cls(local, layout_of(mesh, [Replicate()] * mesh.ndim, len(local.shape)), local.shape)
+        return cls(
+            local,
+            layout_of(mesh, [Replicate()] * mesh.ndim, len(local.shape)),
+            local.shape,
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -142,11 +166,26 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         self.current()
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
-            raise ValueError(coded("HP224", f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}"))
+            raise ValueError(
+                coded(
+                    "HP224",
+                    f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}",
+                )
+            )
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
         target = layout_of(mesh, wanted, len(self._shape))
-        if any(dtype not in (None, self._local.dtype) for dtype in (forward_dtype, backward_dtype)):
-            moved = redistribute_as(self._local, self._layout, target, self._shape, forward_dtype, backward_dtype)
+        if any(
+            dtype not in (None, self._local.dtype)
+            for dtype in (forward_dtype, backward_dtype)
+        ):
+            moved = redistribute_as(
+                self._local,
+                self._layout,
+                target,
+                self._shape,
+                forward_dtype,
+                backward_dtype,
+            )
             return DTensor(moved, target, self._shape)
         if target is self._layout:
             return self
@@ -181,12 +220,16 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     def gradient_of_whole(self, grad: Any) -> DTensor:
         """The gradient by the value of this tensor, from that of its shard."""
         lying = gradient_layout(self._layout)
-        return DTensor(gradient_of_whole(grad, self._layout, self._shape), lying, self._shape)
+        return DTensor(
+            gradient_of_whole(grad, self._layout, self._shape), lying, self._shape
+        )
 
     def gradient_of_shard(self, grad: Any) -> Any:
         """The gradient of the shard, as backward takes it, from that by the value."""
         lying = gradient_layout(self._layout)
-        return gradient_of_shard(local_for(grad, lying, implicit=False), self._layout, self._shape)
+        return gradient_of_shard(
+            local_for(grad, lying, implicit=False), self._layout, self._shape
+        )
 
     def to_local(self, *, grad_placements: Any = None) -> Any:
         """The data on this rank as a plain tensor, which shares its memory where the framework allows.
@@ -196,7 +239,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         """
         if grad_placements is None:
             return super().to_local()
-        parts = axes_of_partial_gradient("to_local", self._layout, grad_placements, len(self._shape))
+        parts = axes_of_partial_gradient(
+            "to_local", self._layout, grad_placements, len(self._shape)
+        )
         return own_local_for(self.current(), self._layout, parts)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Any:
@@ -207,12 +252,16 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         target = layout_of(self.device_mesh, None, len(self._shape))
         parts: tuple[int, ...] = ()
         if grad_placements is not None:
-            parts = axes_of_partial_gradient("full_tensor", target, grad_placements, len(self._shape))
+            parts = axes_of_partial_gradient(
+                "full_tensor", target, grad_placements, len(self._shape)
+            )
         return own_local_for(self.current(), target, parts)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
         """The tensor with another dtype or device, as the framework's ``to``."""
-        moved: DTensor = DTensor.dispatch(platform.operator("to"), (self, *args), kwargs)
+        moved: DTensor = DTensor.dispatch(
+            platform.operator("to"), (self, *args), kwargs
+        )
         return moved
 
     def float(self, **how: Any) -> DTensor:
@@ -229,7 +278,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 def _check_dense(name: str, tensor: Any) -> None:
     if not platform.is_dense(tensor):
         raise ValueError(
-            coded("HP222", f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first")
+            coded(
+                "HP222",
+                f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first",
+            )
         )
 
 
@@ -254,7 +306,11 @@ _LAYOUTS: MutableMapping[Any, Layout] = WeakValueDictionary()
 
 def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(coded("HP211", f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}"))
+        raise TypeError(
+            coded(
+                "HP211", f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}"
+            )
+        )
     if isinstance(placements, (Placement, str)):
         placements = [placements]
     base = Layout.from_device_mesh(mesh)
@@ -262,12 +318,17 @@ def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
         return base(list(placements)).bind(ndim)
     if len(placements) != ndim:
         raise ValueError(
-            coded("HP211", f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}")
+            coded(
+                "HP211",
+                f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}",
+            )
         )
     return base(*placements)
 
 
-def axes_of_partial_gradient(call: str, layout: Layout, grad_placements: Any, ndim: int) -> tuple[int, ...]:
+def axes_of_partial_gradient(
+    call: str, layout: Layout, grad_placements: Any, ndim: int
+) -> tuple[int, ...]:
     """The axes along which ``grad_placements`` say that the gradient of a plain tensor of this layout is in parts.
 
     On the other axes it must lie as gradients do by themselves: what else they could say does not fit the shape of the
@@ -275,7 +336,9 @@ def axes_of_partial_gradient(call: str, layout: Layout, grad_placements: Any, nd
     """
     usual = gradient_layout(layout.bind(ndim))
     wanted = layout_of(layout.mesh, grad_placements, ndim)
-    others = [p for p in layout.placements if p.is_partial() and not p.is_partial("sum")]
+    others = [
+        p for p in layout.placements if p.is_partial() and not p.is_partial("sum")
+    ]
     if others:
         raise ValueError(
             coded(
@@ -285,7 +348,9 @@ def axes_of_partial_gradient(call: str, layout: Layout, grad_placements: Any, nd
             )
         )
     parts = []
-    for axis, (own, asked) in enumerate(zip(usual.placements, wanted.placements, strict=True)):
+    for axis, (own, asked) in enumerate(
+        zip(usual.placements, wanted.placements, strict=True)
+    ):
         if own.is_replicate() and asked.is_partial("sum"):
             parts.append(axis)
         elif own != asked:
@@ -314,7 +379,11 @@ def _check_stride(local: Any, shape: Sequence[int], stride: Sequence[int]) -> No
 
 
 def distribute_tensor(
-    tensor: Any, device_mesh: DeviceMesh | None = None, placements: Any = None, *, src_data_rank: int | None = None
+    tensor: Any,
+    device_mesh: DeviceMesh | None = None,
+    placements: Any = None,
+    *,
+    src_data_rank: int | None = None,
 ) -> DTensor:
     """Cuts a tensor that every rank has; with ``src_data_rank``, a rank in the mesh, that rank's is sent to all first.
 
@@ -323,7 +392,10 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         raise ValueError(
-            coded("HP222", f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()")
+            coded(
+                "HP222",
+                f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()",
+            )
         )
     _check_dense("distribute_tensor", tensor)
     layout = layout_of(device_mesh, placements, len(tensor.shape))
@@ -341,7 +413,10 @@ def distribute_tensor(
     if src_data_rank is not None:
         if src_data_rank not in layout.rank_list:
             raise ValueError(
-                coded("HP222", f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}")
+                coded(
+                    "HP222",
+                    f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}",
+                )
             )
         group = platform.create_group(layout.rank_list)
         sent = platform.broadcast(platform.clone(tensor), src_data_rank, group)
@@ -351,7 +426,9 @@ def distribute_tensor(
     shard = platform.clone(shard) if layout is whole else shard
     shard = platform.in_memory_format_of(tensor, shard)
     platform.note_shown(shard)  # it may be a part of the user's tensor
-    return DTensor(platform.set_requires_grad(shard, requires_grad), layout, tensor.shape)
+    return DTensor(
+        platform.set_requires_grad(shard, requires_grad), layout, tensor.shape
+    )
 
 
 # --- modules
@@ -371,7 +448,12 @@ def distribute_module(
     out, and may return something else.
     """
     if getattr(module, "_is_distributed", False):
-        raise RuntimeError(coded("HP223", "distribute_module: the module is distributed already; it can be done once"))
+        raise RuntimeError(
+            coded(
+                "HP223",
+                "distribute_module: the module is distributed already; it can be done once",
+            )
+        )
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     enter = _with_module("input_fn", input_fn)
     leave = _with_module("output_fn", output_fn)
@@ -380,14 +462,20 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
     replicate_rest(module, mesh)
     if enter is not None:
-        platform.register_forward_pre_hook(module, lambda owner, inputs: enter(owner, inputs, mesh))
+        platform.register_forward_pre_hook(
+            module, lambda owner, inputs: enter(owner, inputs, mesh)
+        )
     if leave is not None:
-        platform.register_forward_hook(module, lambda owner, _, outputs: leave(owner, outputs, mesh))
+        platform.register_forward_hook(
+            module, lambda owner, _, outputs: leave(owner, outputs, mesh)
+        )
     module._is_distributed = True
     return module
 
 
-def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None = None) -> None:
+def replicate_rest(
+    module: Any, mesh: DeviceMesh, src_data_rank: int | None = None
+) -> None:
     """Puts what a module and those in it have, and what does not lie on a mesh yet, on every rank of one.
 
     ``src_data_rank``: the place in the mesh of the rank whose data all others get; None where each has its own.
@@ -398,8 +486,14 @@ def replicate_rest(module: Any, mesh: DeviceMesh, src_data_rank: int | None = No
             if isinstance(tensor, DTensor):
                 continue
             if id(tensor) not in done:
-                source = None if src_data_rank is None or platform.is_meta(tensor) else mesh.rank_list[src_data_rank]
-                made = distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=source)
+                source = (
+                    None
+                    if src_data_rank is None or platform.is_meta(tensor)
+                    else mesh.rank_list[src_data_rank]
+                )
+                made = distribute_tensor(
+                    tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=source
+                )
                 platform.set_own_tensor(submodule, name, made)
                 done[id(tensor)] = tensor, dict(platform.own_tensors(submodule))[name]
             else:
@@ -413,13 +507,16 @@ def _with_module(argument: str, function: Any) -> Any:
     count = len(inspect.signature(function).parameters)
     if count == 2:
         warnings.warn(
-            f"{argument}(values, mesh) is deprecated; take (module, values, mesh)", FutureWarning, stacklevel=3
+            f"{argument}(values, mesh) is deprecated; take (module, values, mesh)",
+            FutureWarning,
+            stacklevel=3,
         )
         return lambda _, values, mesh: function(values, mesh)
     if count != 3:
         raise ValueError(
             coded(
-                "HP223", f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments"
+                "HP223",
+                f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments",
             )
         )
     return function
@@ -558,7 +655,9 @@ class _Asked(NamedTuple):
         return DTensor(local, self.layout, self.shape)
 
 
-def _asked(call: str, size: Any, device_mesh: Any, placements: Any, strided: Any) -> _Asked:
+def _asked(
+    call: str, size: Any, device_mesh: Any, placements: Any, strided: Any
+) -> _Asked:
     if strided is not None and repr(strided) != "torch.strided":
         raise ValueError(
             coded(
@@ -571,19 +670,28 @@ def _asked(call: str, size: Any, device_mesh: Any, placements: Any, strided: Any
     layout = layout_of(device_mesh, placements, len(shape))
     if layout.is_partial():
         raise ValueError(
-            coded("HP213", f"{call}: {layout} leaves a reduction pending, of which the parts are not known")
+            coded(
+                "HP213",
+                f"{call}: {layout} leaves a reduction pending, of which the parts are not known",
+            )
         )
     return _Asked(shape, layout)
 
 
-def _filled(asked: _Asked, value: Any, dtype: Any, device: Any, requires_grad: bool) -> DTensor:
+def _filled(
+    asked: _Asked, value: Any, dtype: Any, device: Any, requires_grad: bool
+) -> DTensor:
     local = platform.full(asked.local_shape, value, dtype=dtype, device=device)
     return asked.tensor(local, requires_grad)
 
 
-def _drawn(asked: _Asked, draw: Any, dtype: Any, device: Any, requires_grad: bool) -> DTensor:
+def _drawn(
+    asked: _Asked, draw: Any, dtype: Any, device: Any, requires_grad: bool
+) -> DTensor:
     # The whole is drawn on every rank and cut: the numbers do not depend on the mesh.
-    whole = as_one_device(asked.layout.mesh, lambda: draw(asked.shape, dtype=dtype, device=device))
+    whole = as_one_device(
+        asked.layout.mesh, lambda: draw(asked.shape, dtype=dtype, device=device)
+    )
     shard = asked.layout.part_of(whole)
     return asked.tensor(platform.clone(shard), requires_grad)
 
@@ -599,18 +707,28 @@ def _check_ranks(local: Any, layout: Layout, shape: Sequence[int]) -> None:
     platform.all_gather_object(everyone, facts, group)
     by_rank = dict(zip(sorted(layout.rank_list), everyone, strict=True))
     for name in ("shape", "dtype"):
-        _require_one(name, {rank: found[name] for rank, found in by_rank.items()}, layout)
+        _require_one(
+            name, {rank: found[name] for rank, found in by_rank.items()}, layout
+        )
     for ranks in _copies(layout):
-        _require_one("values", {rank: by_rank[rank]["values"] for rank in ranks}, layout)
+        _require_one(
+            "values", {rank: by_rank[rank]["values"] for rank in ranks}, layout
+        )
 
 
 def _copies(layout: Layout) -> list[list[int]]:
     """The ranks that should have the same data, group by group."""
-    copied = {axis for axis, placement in enumerate(layout.placements) if placement.is_replicate()}
+    copied = {
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if placement.is_replicate()
+    }
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in layout.rank_list:
         place = layout.mesh.coordinate_of(rank) or ()
-        groups.setdefault(tuple(0 if axis in copied else at for axis, at in enumerate(place)), []).append(rank)
+        groups.setdefault(
+            tuple(0 if axis in copied else at for axis, at in enumerate(place)), []
+        ).append(rank)
     return list(groups.values())
 
 
@@ -622,7 +740,10 @@ def _require_one(name: str, found: dict[int, Any], layout: Layout) -> None:
         if name == "shape":
             told += "; if that is meant, say the shape of the whole, from_local(..., shape=)"
         raise ValueError(
-            coded("HP221", f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}")
+            coded(
+                "HP221",
+                f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}",
+            )
         )
 
 

@@ -23,7 +23,9 @@ from hyper_parallel.platform import get_platform
 LARGEST_BUCKET = 1 << 25  # bytes
 
 
-def summed_later(leaf: Any, layout: Layout, shape: Sequence[int], axes: tuple[int, ...]) -> Any:
+def summed_later(
+    leaf: Any, layout: Layout, shape: Sequence[int], axes: tuple[int, ...]
+) -> Any:
     """A parameter's shard by a route on which the gradient comes in parts along these axes."""
     return _function().apply(leaf, layout, shape, axes)
 
@@ -32,7 +34,9 @@ class _Parts:
     """What one backward has left to add up; as long as that backward lasts."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, list[tuple[Any, Any]]] = {}  # by ranks and dtype: parameters and parts
+        self._found: dict[
+            Any, list[tuple[Any, Any]]
+        ] = {}  # by ranks and dtype: parameters and parts
 
     def add(self, leaf: Any, part: Any, layout: Layout, axes: tuple[int, ...]) -> None:
         key = (tuple(layout.mesh.ranks_along(axes)), part.dtype)
@@ -46,15 +50,21 @@ class _Parts:
                 group = platform.create_group(list(ranks))
                 for bucket in _buckets(found):
                     flat = platform.cat([part.reshape(-1) for _, part in bucket])
-                    whole = platform.get_tensor_transform().all_reduce(flat, "sum", group)
+                    whole = platform.get_tensor_transform().all_reduce(
+                        flat, "sum", group
+                    )
                     start = 0
                     for leaf, part in bucket:
                         size = math.prod(part.shape)
-                        platform.accumulate_gradient(leaf, whole[start : start + size].reshape(part.shape))
+                        platform.accumulate_gradient(
+                            leaf, whole[start : start + size].reshape(part.shape)
+                        )
                         start += size
 
 
-_PARTS: WeakValueDictionary[int, _Parts] = WeakValueDictionary()  # by backward; the framework holds them while it lasts
+_PARTS: WeakValueDictionary[int, _Parts] = (
+    WeakValueDictionary()
+)  # by backward; the framework holds them while it lasts
 
 
 def _buckets(found: list[tuple[Any, Any]]) -> Iterator[list[tuple[Any, Any]]]:
@@ -77,7 +87,13 @@ def _function() -> Any:
 
     class SummedLater(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, leaf: Any, layout: Layout, shape: Sequence[int], axes: tuple[int, ...]) -> Any:
+        def forward(
+            ctx: Any,
+            leaf: Any,
+            layout: Layout,
+            shape: Sequence[int],
+            axes: tuple[int, ...],
+        ) -> Any:
             ctx.leaf, ctx.layout, ctx.shape, ctx.axes = leaf, layout, shape, axes
             return platform.detach(leaf)
 
@@ -95,6 +111,11 @@ def _function() -> Any:
             for axis in ctx.axes:
                 arriving[axis] = Partial()
             source = ctx.layout.with_placements(arriving)
-            return redistribute(part, source, ctx.layout, ctx.shape, implicit=True), None, None, None
+            return (
+                redistribute(part, source, ctx.layout, ctx.shape, implicit=True),
+                None,
+                None,
+                None,
+            )
 
     return SummedLater

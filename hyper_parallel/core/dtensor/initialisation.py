@@ -15,7 +15,9 @@ from typing import Any
 from hyper_parallel.platform import get_platform
 
 
-def init_on_device(device: Any, include_buffers: bool = False) -> AbstractContextManager[Any]:
+def init_on_device(
+    device: Any, include_buffers: bool = False
+) -> AbstractContextManager[Any]:
     """A context in which new parameters land on a device."""
     return get_platform().init_on_device(device, include_buffers)
 

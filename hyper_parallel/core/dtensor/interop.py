@@ -19,7 +19,14 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Partial, Placement, Replicate, Shard, StridedShard
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import NativeMesh, NativeTensor
@@ -39,10 +46,14 @@ def from_native(dtensor: Any) -> DTensor:
     """
     parts = platform.from_native_dtensor(dtensor)
     placements = [_placement(*placement) for placement in parts.placements]
-    made = DTensor.from_local(parts.local, mesh_from_native(parts.mesh), placements, shape=parts.shape)
+    made = DTensor.from_local(
+        parts.local, mesh_from_native(parts.mesh), placements, shape=parts.shape
+    )
     if not parts.is_parameter:
         return made
-    parameter: DTensor = platform.Parameter(made, requires_grad=platform.requires_grad(parts.local))
+    parameter: DTensor = platform.Parameter(
+        made, requires_grad=platform.requires_grad(parts.local)
+    )
     return parameter
 
 
@@ -52,12 +63,19 @@ def to_native(dtensor: DTensor) -> Any:
     A leaf, a parameter for instance, becomes a leaf with a gradient of its own; any other tensor keeps its graph.
     """
     if not isinstance(dtensor, DTensor):
-        raise TypeError(coded("HP228", f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}"))
+        raise TypeError(
+            coded(
+                "HP228",
+                f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}",
+            )
+        )
     placements = tuple(_parts_of(placement) for placement in dtensor.placements)
     is_parameter = isinstance(dtensor, platform.Parameter)
     mesh = mesh_to_native(dtensor.device_mesh)
     return platform.to_native_dtensor(
-        NativeTensor(dtensor._local, mesh, placements, tuple(dtensor.shape), is_parameter)
+        NativeTensor(
+            dtensor._local, mesh, placements, tuple(dtensor.shape), is_parameter
+        )
     )
 
 
@@ -67,10 +85,15 @@ def mesh_from_native(mesh: Any) -> DeviceMesh:
         parts = platform.from_native_mesh(mesh)
         ranks = np.asarray(parts.ranks, dtype=np.int64)
         every = ranks.reshape(-1).tolist()
-        made = init_device_mesh(parts.device_type, ranks.shape, mesh_dim_names=parts.names, rank_list=every)
+        made = init_device_mesh(
+            parts.device_type, ranks.shape, mesh_dim_names=parts.names, rank_list=every
+        )
         _check_order("mesh_from_native", made)
         for group in parts.groups:
-            if platform.get_created_group(platform.get_process_group_ranks(group)) is None:
+            if (
+                platform.get_created_group(platform.get_process_group_ranks(group))
+                is None
+            ):
                 platform.mark_created_groups(group)
         _pair(made, mesh)
     return _from_native[mesh]
@@ -83,7 +106,10 @@ def mesh_to_native(mesh: DeviceMesh) -> Any:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            coded("HP228", f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}")
+            coded(
+                "HP228",
+                f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}",
+            )
         )
     if mesh not in _to_native:
         _check_order("mesh_to_native", mesh)
@@ -99,7 +125,12 @@ def _pair(ours: DeviceMesh, native: Any) -> None:
 def _part_of_root(mesh: DeviceMesh) -> Any:
     """The same axes of the mesh that this one was cut from, if that has been converted."""
     root, names = mesh.root_mesh, mesh.mesh_dim_names
-    if root is mesh or root not in _to_native or not names or not set(names) <= set(root.mesh_dim_names or ()):
+    if (
+        root is mesh
+        or root not in _to_native
+        or not names
+        or not set(names) <= set(root.mesh_dim_names or ())
+    ):
         return None
     return _to_native[root][names]
 
@@ -108,7 +139,9 @@ def _made(mesh: DeviceMesh) -> Any:
     mesh.own_coordinate("mesh_to_native")  # a rank outside has no groups to give
     ranks = np.asarray(mesh.rank_list).reshape(mesh.mesh_shape).tolist()
     return platform.to_native_mesh(
-        NativeMesh(mesh.device_type, ranks, mesh.mesh_dim_names, tuple(mesh.get_all_groups()))
+        NativeMesh(
+            mesh.device_type, ranks, mesh.mesh_dim_names, tuple(mesh.get_all_groups())
+        )
     )
 
 
@@ -117,7 +150,10 @@ def _check_order(call: str, mesh: DeviceMesh) -> None:
     axis = mesh.descending_axis
     if axis is not None:
         raise ValueError(
-            coded("HP228", f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not")
+            coded(
+                "HP228",
+                f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not",
+            )
         )
 
 
@@ -138,5 +174,13 @@ def _parts_of(placement: Placement) -> tuple[Any, ...]:
             )
         )
     if isinstance(placement, Shard):
-        return ("shard", placement.dim, placement.split_factor if isinstance(placement, StridedShard) else 1)
-    return ("partial", placement.reduce_op) if isinstance(placement, Partial) else ("replicate",)
+        return (
+            "shard",
+            placement.dim,
+            placement.split_factor if isinstance(placement, StridedShard) else 1,
+        )
+    return (
+        ("partial", placement.reduce_op)
+        if isinstance(placement, Partial)
+        else ("replicate",)
+    )

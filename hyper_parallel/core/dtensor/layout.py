@@ -55,16 +55,26 @@ class Layout:
     _dim_axes: tuple[tuple[int, ...], ...] | None
 
     def __new__(
-        cls, mesh_shape: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
+        cls,
+        mesh_shape: Sequence[int],
+        alias_name: Sequence[str],
+        rank_list: Sequence[int] | None = None,
     ) -> Layout:
         shape = tuple(mesh_shape)
-        ranks = tuple(range(math.prod(shape))) if rank_list is None else tuple(rank_list)
+        ranks = (
+            tuple(range(math.prod(shape))) if rank_list is None else tuple(rank_list)
+        )
         if len(ranks) != math.prod(shape):
             raise ValueError(
-                coded("HP201", f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}")
+                coded(
+                    "HP201",
+                    f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}",
+                )
             )
         grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
-        return cls.from_device_mesh(DeviceMesh(get_platform().device_type(), grid, mesh_dim_names=alias_name))
+        return cls.from_device_mesh(
+            DeviceMesh(get_platform().device_type(), grid, mesh_dim_names=alias_name)
+        )
 
     @staticmethod
     def from_device_mesh(mesh: DeviceMesh) -> Layout:
@@ -74,7 +84,9 @@ class Layout:
     def __call__(self, *specification: Any) -> Layout:
         """The layout with these placements: one alias a dim, or one list of placements."""
         if len(specification) == 1 and _is_placements(specification[0]):
-            return _interned(self.mesh, _checked_placements(self.mesh, specification[0]), None)
+            return _interned(
+                self.mesh, _checked_placements(self.mesh, specification[0]), None
+            )
         return self._from_aliases(specification)
 
     def bind(self, ndim: int) -> Layout:
@@ -82,8 +94,16 @@ class Layout:
         if self.ndim == ndim:
             return self
         if self.ndim is not None:
-            raise ValueError(coded("HP211", f"{self} is for tensors of {self.ndim} dims, not of {ndim}"))
-        return _interned(self.mesh, tuple(_resolved(self, axis, ndim) for axis in range(self.mesh.ndim)), ndim)
+            raise ValueError(
+                coded(
+                    "HP211", f"{self} is for tensors of {self.ndim} dims, not of {ndim}"
+                )
+            )
+        return _interned(
+            self.mesh,
+            tuple(_resolved(self, axis, ndim) for axis in range(self.mesh.ndim)),
+            ndim,
+        )
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """The layout on the same mesh, for as many dims, with other placements."""
@@ -110,7 +130,10 @@ class Layout:
     @property
     def partial(self) -> list[str | None]:
         """For each axis the reduction that is pending on it, or None."""
-        return [p.reduce_op if isinstance(p, Partial) else None for p in self._placed("partial")]
+        return [
+            p.reduce_op if isinstance(p, Partial) else None
+            for p in self._placed("partial")
+        ]
 
     def is_partial(self) -> bool:
         """Whether a reduction is pending on any axis."""
@@ -126,7 +149,10 @@ class Layout:
         placements = list(self._placed("set_partial_by_dev_axis"))
         if placements[index].is_shard():
             raise ValueError(
-                coded("HP213", f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it")
+                coded(
+                    "HP213",
+                    f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it",
+                )
             )
         placements[index] = Partial(op)
         return self.with_placements(placements)
@@ -136,7 +162,9 @@ class Layout:
         placements = self._placed("reset_partial")
         if not any(isinstance(p, Partial) for p in placements):
             return self
-        return self.with_placements([Replicate() if p.is_partial() else p for p in placements])
+        return self.with_placements(
+            [Replicate() if p.is_partial() else p for p in placements]
+        )
 
     # --- from the tensor's side
 
@@ -145,20 +173,28 @@ class Layout:
         """For each dim the axes that cut it, the outermost first."""
         if self._dim_axes is None:
             raise ValueError(
-                coded("HP211", f"{self} was given by placements and does not know its number of dims; bind(ndim) first")
+                coded(
+                    "HP211",
+                    f"{self} was given by placements and does not know its number of dims; bind(ndim) first",
+                )
             )
         return self._dim_axes
 
     @property
     def alias_placements(self) -> tuple[str | tuple[str, ...], ...]:
         """For each dim the names of the axes that cut it, as one calls a layout."""
-        return tuple(_one_or_many([self.alias_name[a] for a in axes], NONE) for axes in self.dim_axes)
+        return tuple(
+            _one_or_many([self.alias_name[a] for a in axes], NONE)
+            for axes in self.dim_axes
+        )
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
         """For each dim -1, or the axis that cuts it counted from the right, or a tuple of them."""
         last = self.mesh.ndim - 1
-        return tuple(_one_or_many([last - a for a in axes], -1) for axes in self.dim_axes)
+        return tuple(
+            _one_or_many([last - a for a in axes], -1) for axes in self.dim_axes
+        )
 
     def placement_to_tensor_map(self, ndim: int) -> tuple[int | tuple[int, ...], ...]:
         """The tensor map for tensors of ``ndim`` dims."""
@@ -193,11 +229,17 @@ class Layout:
     @property
     def fused(self) -> dict[int, FusedShard]:
         """The axes that cut a dim section by section, with their placements."""
-        return {axis: p for axis, p in enumerate(self.placements) if isinstance(p, FusedShard)}
+        return {
+            axis: p
+            for axis, p in enumerate(self.placements)
+            if isinstance(p, FusedShard)
+        }
 
     def unfused(self) -> Layout:
         """The layout with each dim cut as one, by the same axes."""
-        return self.with_placements([Shard(p.dim) if isinstance(p, FusedShard) else p for p in self.placements])
+        return self.with_placements(
+            [Shard(p.dim) if isinstance(p, FusedShard) else p for p in self.placements]
+        )
 
     def within_pieces(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
@@ -208,13 +250,19 @@ class Layout:
         """
         bound, sizes = self.bind(len(shape)), list(shape)
         for placement in bound.fused.values():
-            sizes[placement.dim] = sum(size for _, size in bound.spans_of(shape, coordinate)[placement.dim])
-        others = [Replicate() if isinstance(p, FusedShard) else p for p in bound.placements]
+            sizes[placement.dim] = sum(
+                size for _, size in bound.spans_of(shape, coordinate)[placement.dim]
+            )
+        others = [
+            Replicate() if isinstance(p, FusedShard) else p for p in bound.placements
+        ]
         return bound.with_placements(others), tuple(sizes)
 
     # --- shards
 
-    def spans_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[Spans, ...]:
+    def spans_of(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> tuple[Spans, ...]:
         """For each dim (offset, size) of the pieces that a place of the mesh has, this rank if none is given.
 
         There is one piece, or one for each section of a dim that is cut section by section.
@@ -228,11 +276,16 @@ class Layout:
         """The boxes, (offset, size) along each dim, that a place of the mesh has; the last dim changes first."""
         return tuple(itertools.product(*self.spans_of(shape, coordinate)))
 
-    def shard_of(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+    def shard_of(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[int, int], ...]:
         """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
         if self.is_fused:
             raise ValueError(
-                coded("HP214", f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()")
+                coded(
+                    "HP214",
+                    f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()",
+                )
             )
         return tuple(span for (span,) in self.spans_of(shape, coordinate))
 
@@ -240,15 +293,21 @@ class Layout:
         """What this rank has of a plain tensor that is whole; mostly a view of it."""
         for dim, spans in enumerate(self.spans_of(tuple(whole.shape))):
             before = (slice(None),) * dim
-            parts = [whole[(*before, slice(start, start + size))] for start, size in spans]
+            parts = [
+                whole[(*before, slice(start, start + size))] for start, size in spans
+            ]
             whole = parts[0] if len(parts) == 1 else get_platform().cat(parts, dim)
         return whole
 
-    def local_shape(self, shape: Sequence[int], coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+    def local_shape(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
         """The shape of the shard at a place of the mesh, this rank's if none is given."""
         if not any(self.bind(len(shape)).dim_axes):
             return tuple(shape)
-        return tuple(sum(size for _, size in spans) for spans in self.spans_of(shape, coordinate))
+        return tuple(
+            sum(size for _, size in spans) for spans in self.spans_of(shape, coordinate)
+        )
 
     def is_empty_somewhere(self, shape: Sequence[int]) -> bool:
         """Whether some rank has nothing of a tensor of that shape: the last one, if any."""
@@ -256,11 +315,15 @@ class Layout:
 
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """What this rank has of a tensor of that shape."""
-        return tuple(slice(offset, offset + size) for offset, size in self.shard_of(shape))
+        return tuple(
+            slice(offset, offset + size) for offset, size in self.shard_of(shape)
+        )
 
     def tensor(self, local: Any, shape: Sequence[int]) -> Any:
         """The distributed tensor of this layout and global shape whose shard on this rank is ``local``."""
-        from hyper_parallel.core.dtensor.dtensor import DTensor  # which is made of layouts, and of the framework
+        from hyper_parallel.core.dtensor.dtensor import (
+            DTensor,
+        )  # which is made of layouts, and of the framework
 
         bound = self.bind(len(shape))
         if tuple(local.shape) != bound.local_shape(shape):
@@ -288,14 +351,19 @@ class Layout:
 
     def to_string(self) -> str:
         """One line for people."""
-        axes = ", ".join(f"{name}={size}" for name, size in zip(self.alias_name, self.mesh_shape, strict=True))
+        axes = ", ".join(
+            f"{name}={size}"
+            for name, size in zip(self.alias_name, self.mesh_shape, strict=True)
+        )
         placed = f" [{', '.join(map(str, self.placements))}]" if self.placements else ""
         return f"Layout({axes}){placed}"
 
     __repr__ = to_string
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a layout is a value: {name} cannot be set; what changes a layout returns another")
+        raise AttributeError(
+            f"a layout is a value: {name} cannot be set; what changes a layout returns another"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_interned, (self.mesh, self.placements, self.ndim))
@@ -316,31 +384,52 @@ class Layout:
             for name in names:
                 if name in used:
                     raise ValueError(
-                        coded("HP212", f"axis {name!r} is used twice in {specification}; an axis can cut one dim")
+                        coded(
+                            "HP212",
+                            f"axis {name!r} is used twice in {specification}; an axis can cut one dim",
+                        )
                     )
                 used.add(name)
-            for axis, placement in _shards(dim, [self._axis(name) for name in names], self.mesh_shape):
+            for axis, placement in _shards(
+                dim, [self._axis(name) for name in names], self.mesh_shape
+            ):
                 placed[axis] = placement
         return _interned(self.mesh, tuple(placed), None).bind(len(specification))
 
     def _axis(self, axis: int | str) -> int:
         if isinstance(axis, str):
             if axis not in self.alias_name:
-                raise ValueError(coded("HP212", f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}"))
+                raise ValueError(
+                    coded(
+                        "HP212",
+                        f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}",
+                    )
+                )
             return self.alias_name.index(axis)
         if not isinstance(axis, int) or not -self.mesh.ndim <= axis < self.mesh.ndim:
             raise ValueError(
-                coded("HP212", f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}")
+                coded(
+                    "HP212",
+                    f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}",
+                )
             )
         return axis % self.mesh.ndim
 
     def _placed(self, call: str) -> tuple[Placement, ...]:
         if not self.placements:
-            raise ValueError(coded("HP211", f"{call}: {self} has no placements yet; call it with some"))
+            raise ValueError(
+                coded(
+                    "HP211", f"{call}: {self} has no placements yet; call it with some"
+                )
+            )
         return self.placements
 
     def _coordinate(self, coordinate: Sequence[int] | None) -> Sequence[int]:
-        return self.mesh.own_coordinate(f"a shard of {self}") if coordinate is None else coordinate
+        return (
+            self.mesh.own_coordinate(f"a shard of {self}")
+            if coordinate is None
+            else coordinate
+        )
 
     def _spans(self, dim: int, size: int, place: Sequence[int]) -> Spans:
         axes = self.dim_axes[dim]
@@ -359,22 +448,33 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _global_shape(layout: Layout, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-    whole = [size * layout.get_dim_split_num(dim) for dim, size in enumerate(local_shape)]
+    whole = [
+        size * layout.get_dim_split_num(dim) for dim, size in enumerate(local_shape)
+    ]
     for placement in layout.fused.values():
         whole[placement.dim] = sum(placement.sections)
     return tuple(whole)
 
 
-def _interned(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None) -> Layout:
+def _interned(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None
+) -> Layout:
     key = (mesh, placements, ndim)
     found = _known.get(key)
     if found is None:
         _check_order(mesh)
         made = object.__new__(Layout)
         is_fused = any(isinstance(p, FusedShard) for p in placements)
-        for name, value in (("mesh", mesh), ("placements", placements), ("ndim", ndim), ("is_fused", is_fused)):
+        for name, value in (
+            ("mesh", mesh),
+            ("placements", placements),
+            ("ndim", ndim),
+            ("is_fused", is_fused),
+        ):
             object.__setattr__(made, name, value)
-        object.__setattr__(made, "_dim_axes", _ordered_axes(made) if ndim is not None else None)
+        object.__setattr__(
+            made, "_dim_axes", _ordered_axes(made) if ndim is not None else None
+        )
         found = _known.setdefault(key, made)
     return found
 
@@ -384,19 +484,29 @@ def _check_order(mesh: DeviceMesh) -> None:
     axis = mesh.descending_axis
     if axis is not None:
         raise ValueError(
-            coded("HP214", f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not")
+            coded(
+                "HP214",
+                f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not",
+            )
         )
 
 
 def _is_placements(entry: Any) -> bool:
-    return isinstance(entry, (list, tuple)) and any(isinstance(item, Placement) for item in entry)
+    return isinstance(entry, (list, tuple)) and any(
+        isinstance(item, Placement) for item in entry
+    )
 
 
-def _checked_placements(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Placement, ...]:
+def _checked_placements(
+    mesh: DeviceMesh, placements: Sequence[Any]
+) -> tuple[Placement, ...]:
     wrong = [p for p in placements if not isinstance(p, Placement)]
     if wrong:
         raise ValueError(
-            coded("HP211", f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}")
+            coded(
+                "HP211",
+                f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}",
+            )
         )
     pending = [p.reduce_op for p in placements if isinstance(p, Partial)]
     if not commute(pending):
@@ -409,7 +519,10 @@ def _checked_placements(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Pl
         )
     if len(placements) != mesh.ndim:
         raise ValueError(
-            coded("HP211", f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}")
+            coded(
+                "HP211",
+                f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}",
+            )
         )
     return tuple(placements)
 
@@ -422,7 +535,10 @@ def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
     if not -ndim <= placement.dim < ndim:
         name = layout.alias_name[axis]
         raise ValueError(
-            coded("HP211", f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims")
+            coded(
+                "HP211",
+                f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims",
+            )
         )
     return replace(placement, dim=placement.dim % ndim)
 
@@ -440,10 +556,15 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
             placement = layout.placements[axis]
             if placement.is_shard(dim):
                 order.insert(_position(layout, axis, placement, order), axis)
-        if len(order) > 1 and any(isinstance(layout.placements[axis], FusedShard) for axis in order):
+        if len(order) > 1 and any(
+            isinstance(layout.placements[axis], FusedShard) for axis in order
+        ):
             names = [layout.alias_name[axis] for axis in sorted(order)]
             raise ValueError(
-                coded("HP214", f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}")
+                coded(
+                    "HP214",
+                    f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}",
+                )
             )
         found.append(tuple(order))
     return tuple(found)
@@ -467,7 +588,9 @@ def _position(layout: Layout, axis: int, placement: Placement, order: list[int])
     )
 
 
-def _shards(dim: int, axes: Sequence[int], mesh_shape: Sequence[int]) -> list[tuple[int, Shard]]:
+def _shards(
+    dim: int, axes: Sequence[int], mesh_shape: Sequence[int]
+) -> list[tuple[int, Shard]]:
     """(axis, placement) for a dim that is cut by these axes, outermost first."""
     made: list[tuple[int, Shard]] = []
     for place, axis in enumerate(axes):
@@ -477,10 +600,14 @@ def _shards(dim: int, axes: Sequence[int], mesh_shape: Sequence[int]) -> list[tu
 
 
 def placements_of(
-    dim_axes: Sequence[Sequence[int]], partial: Sequence[str | None], mesh_shape: Sequence[int]
+    dim_axes: Sequence[Sequence[int]],
+    partial: Sequence[str | None],
+    mesh_shape: Sequence[int],
 ) -> tuple[Placement, ...]:
     """The placements of a tensor whose dims are cut by these axes, with these reductions pending."""
-    placed: list[Placement] = [Replicate() if op is None else Partial(op) for op in partial]
+    placed: list[Placement] = [
+        Replicate() if op is None else Partial(op) for op in partial
+    ]
     for dim, axes in enumerate(dim_axes):
         for axis, placement in _shards(dim, axes, mesh_shape):
             placed[axis] = placement
@@ -491,7 +618,9 @@ def _alias_names(layout: Layout, entry: Any) -> tuple[str, ...]:
     if entry is None or entry == NONE:
         return ()
     names = (entry,) if isinstance(entry, str) else entry
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, (list, tuple)) or not all(
+        isinstance(name, str) for name in names
+    ):
         raise ValueError(
             coded(
                 "HP212",

@@ -24,7 +24,9 @@ from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.platform import Traffic
 
 _EXCHANGE = "differentiable_all_to_all_single"
-_SAME = dict.fromkeys((_EXCHANGE, f"{_EXCHANGE}_async"), "all_to_all_single")  # one collective has one name
+_SAME = dict.fromkeys(
+    (_EXCHANGE, f"{_EXCHANGE}_async"), "all_to_all_single"
+)  # one collective has one name
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,15 @@ class CommunicationLedger:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def counts(self, *, backward: bool | None = None, implicit: bool | None = None) -> dict[str, int]:
+    def counts(
+        self, *, backward: bool | None = None, implicit: bool | None = None
+    ) -> dict[str, int]:
         """How often each collective ran: in forward, in backward or both; asked for, implicit or both."""
-        wanted = (e for e in self.entries if backward in (None, e.backward) and implicit in (None, e.implicit))
+        wanted = (
+            e
+            for e in self.entries
+            if backward in (None, e.backward) and implicit in (None, e.implicit)
+        )
         return dict(Counter(entry.collective for entry in wanted))
 
     def counts_by_module(self) -> dict[str, dict[str, int]]:
@@ -79,16 +87,24 @@ class CommunicationLedger:
 
     def nbytes(self, *, backward: bool | None = None) -> int:
         """The bytes that this rank received."""
-        return sum(entry.nbytes for entry in self.entries if backward in (None, entry.backward))
+        return sum(
+            entry.nbytes for entry in self.entries if backward in (None, entry.backward)
+        )
 
     def table(self) -> str:
         """All of it for people."""
-        lines = [f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9} {'cause':<9}line"]
+        lines = [
+            f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9} {'cause':<9}line"
+        ]
         for entry in self.entries:
             way = "backward" if entry.backward else "forward"
             why = "implicit" if entry.implicit else "asked"
-            lines.append(f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9} {why:<9}{entry.line}")
-        return "\n".join([*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"])
+            lines.append(
+                f"{entry.collective:<42}{entry.axis:<12}{entry.nbytes:>12}  {way:<9} {why:<9}{entry.line}"
+            )
+        return "\n".join(
+            [*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"]
+        )
 
     def _watch(self, name: str, module: Any) -> None:
         platform = get_platform()
@@ -97,8 +113,12 @@ class CommunicationLedger:
             self._running.append(name)
 
         def leave(*_: Any) -> None:
-            if name in self._running:  # with those in it that raised what their caller caught
-                del self._running[len(self._running) - 1 - self._running[::-1].index(name) :]
+            if (
+                name in self._running
+            ):  # with those in it that raised what their caller caught
+                del self._running[
+                    len(self._running) - 1 - self._running[::-1].index(name) :
+                ]
 
         # Around what styles do to inputs and outputs, which is the module's.
         handles = (
@@ -113,7 +133,15 @@ class CommunicationLedger:
         collective = _SAME.get(traffic.collective, traffic.collective)
         module = self._running[-1] if self._running and not traffic.backward else ""
         line = users_line()
-        entry = Entry(collective, axis, traffic.nbytes, traffic.backward, is_implicit(), line, module)
+        entry = Entry(
+            collective,
+            axis,
+            traffic.nbytes,
+            traffic.backward,
+            is_implicit(),
+            line,
+            module,
+        )
         self.entries.append(entry)
 
 

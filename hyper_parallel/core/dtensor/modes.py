@@ -28,12 +28,21 @@ class Modes(threading.local):
     """What holds in this thread."""
 
     def __init__(self) -> None:
-        self.strict = os.environ.get(HYPER_PARALLEL_STRICT, "").lower() not in ("", "0", "false", "no")
+        self.strict = os.environ.get(HYPER_PARALLEL_STRICT, "").lower() not in (
+            "",
+            "0",
+            "false",
+            "no",
+        )
         self.explicit = False
         self.replicate_plain = False
-        self.skip: frozenset[str] | None = None  # the operators that are not skipped; None where nothing is
+        self.skip: frozenset[str] | None = (
+            None  # the operators that are not skipped; None where nothing is
+        )
         self.loss_parallel = False  # the scores of a loss stay where they are
-        self.plain: Mapping[str, PlacePlain] = {}  # the operators for which it is known how plain tensors lie
+        self.plain: Mapping[
+            str, PlacePlain
+        ] = {}  # the operators for which it is known how plain tensors lie
 
 
 MODES = Modes()
@@ -72,7 +81,10 @@ class SkipDTensorDispatch:
 
     def __init__(self, no_skip: Iterable[Any] | None = None) -> None:
         platform = get_platform()
-        names = (name if isinstance(name, str) else platform.called(name).name for name in no_skip or ())
+        names = (
+            name if isinstance(name, str) else platform.called(name).name
+            for name in no_skip or ()
+        )
         self._no_skip = frozenset(names)
         self._stack: list[frozenset[str] | None] = []
 

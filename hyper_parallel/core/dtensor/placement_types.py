@@ -30,7 +30,9 @@ class Placement:
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether every rank has a part, and if asked, one for that reduction."""
-        return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
+        return isinstance(self, Partial) and (
+            reduce_op is None or self.reduce_op == reduce_op
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(coded("HP210", f"Shard: dim must be an int, got {self.dim!r}"))
+            raise TypeError(
+                coded("HP210", f"Shard: dim must be an int, got {self.dim!r}")
+            )
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -58,10 +62,22 @@ class StridedShard(Shard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.split_factor, int) or isinstance(self.split_factor, bool):
-            raise TypeError(coded("HP210", f"StridedShard: split_factor must be an int, got {self.split_factor!r}"))
+        if not isinstance(self.split_factor, int) or isinstance(
+            self.split_factor, bool
+        ):
+            raise TypeError(
+                coded(
+                    "HP210",
+                    f"StridedShard: split_factor must be an int, got {self.split_factor!r}",
+                )
+            )
         if self.split_factor < 1:
-            raise ValueError(coded("HP210", f"StridedShard: split_factor must be at least 1, got {self.split_factor}"))
+            raise ValueError(
+                coded(
+                    "HP210",
+                    f"StridedShard: split_factor must be at least 1, got {self.split_factor}",
+                )
+            )
 
     def __str__(self) -> str:
         return f"S({self.dim}, {self.split_factor})"
@@ -79,11 +95,21 @@ class FusedShard(Shard):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "sections", tuple(self.sections))
-        if not all(isinstance(size, int) and not isinstance(size, bool) for size in self.sections):
-            raise TypeError(coded("HP210", f"FusedShard: sections must be ints, got {self.sections!r}"))
+        if not all(
+            isinstance(size, int) and not isinstance(size, bool)
+            for size in self.sections
+        ):
+            raise TypeError(
+                coded(
+                    "HP210", f"FusedShard: sections must be ints, got {self.sections!r}"
+                )
+            )
         if not self.sections or min(self.sections) < 0:
             raise ValueError(
-                coded("HP210", f"FusedShard: expected the size of every section, none negative, got {self.sections}")
+                coded(
+                    "HP210",
+                    f"FusedShard: expected the size of every section, none negative, got {self.sections}",
+                )
             )
 
     def spans(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
@@ -109,7 +135,9 @@ class Replicate(Placement):
 
 def commute(reduce_ops: Iterable[str | None]) -> bool:
     """Whether reductions may be pending together: the order of a sum and a maximum makes a difference."""
-    return len({"sum" if op == "avg" else op for op in reduce_ops if op is not None}) <= 1
+    return (
+        len({"sum" if op == "avg" else op for op in reduce_ops if op is not None}) <= 1
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +151,10 @@ class Partial(Placement):
             object.__setattr__(self, "reduce_op", "prod")
         if self.reduce_op not in REDUCE_OPS:
             raise ValueError(
-                coded("HP210", f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}")
+                coded(
+                    "HP210",
+                    f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}",
+                )
             )
 
     def __str__(self) -> str:

@@ -26,12 +26,18 @@ _MIXED_BY = 0x9E3779B97F4A7C15  # odd, so that pieces of one seed never get the 
 
 def seed_of_piece(layout: Layout, piece: int) -> int:
     """A seed for a piece of a tensor: the same on ranks that hold copies of it, another for every other piece."""
-    copied = [axis for axis, placement in enumerate(layout.placements) if not placement.is_shard()]
+    copied = [
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if not placement.is_shard()
+    ]
     seed = _of_first_rank(platform.draw_seed(), layout.mesh, copied)
     return (seed ^ (piece * _MIXED_BY)) % 2**62
 
 
-def as_one_device(mesh: DeviceMesh, draw: Callable[[], Any], *, always_draws: bool = True) -> Any:
+def as_one_device(
+    mesh: DeviceMesh, draw: Callable[[], Any], *, always_draws: bool = True
+) -> Any:
     """What ``draw`` gives, the same on all ranks of a mesh: what the generator of each gives if they are in step.
 
     ``always_draws``: it draws random numbers whatever it is given; if not, it may be called twice.
@@ -40,7 +46,9 @@ def as_one_device(mesh: DeviceMesh, draw: Callable[[], Any], *, always_draws: bo
     own = _digest(before)
     if not always_draws:
         drawn = draw()
-        if _digest(platform.get_rng_state()) == own:  # it draws nothing, or has a generator of its own
+        if (
+            _digest(platform.get_rng_state()) == own
+        ):  # it draws nothing, or has a generator of its own
             return drawn
     axes = list(range(mesh.ndim))
     if not _is_true_anywhere(_of_first_rank(own, mesh, axes) != own, mesh, axes):
@@ -57,7 +65,9 @@ def _of_first_rank(number: int, mesh: DeviceMesh, axes: list[int]) -> int:
     if len(ranks) == 1:
         return number
     with cause(implicit=True):
-        sent = platform.broadcast(_tensor_of(number), ranks[0], platform.create_group(ranks))
+        sent = platform.broadcast(
+            _tensor_of(number), ranks[0], platform.create_group(ranks)
+        )
     return int(platform.tensor_to_numpy(sent)[0])
 
 
@@ -66,7 +76,9 @@ def _is_true_anywhere(statement: bool, mesh: DeviceMesh, axes: list[int]) -> boo
     if len(ranks) == 1:
         return statement
     with cause(implicit=True):
-        found = platform.all_reduce(_tensor_of(int(statement)), platform.create_group(ranks), op="max")
+        found = platform.all_reduce(
+            _tensor_of(int(statement)), platform.create_group(ranks), op="max"
+        )
     return bool(platform.tensor_to_numpy(found)[0])
 
 

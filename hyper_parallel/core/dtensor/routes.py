@@ -12,7 +12,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.collectives import gradient_layout, is_nonlinear, redistribute
+from hyper_parallel.core.dtensor.collectives import (
+    gradient_layout,
+    is_nonlinear,
+    redistribute,
+)
 from hyper_parallel.core.dtensor.gradient_sums import summed_later
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spec import waits_for_value
@@ -29,7 +33,9 @@ class ViewOf(NamedTuple):
     version: int | None  # of the base, when it was taken
 
 
-def local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True) -> Any:
+def local_for(
+    tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True
+) -> Any:
     """The shard of a distributed tensor in the target layout, when the gradient comes in parts on these axes."""
     local = tensor._local
     graph = platform.is_recorded(local)
@@ -61,13 +67,18 @@ def reduced_twin(tensor: Any) -> Any:
 
     The gradient of the value is that of the twin; the shard gets the gradient of its own part.
     """
-    recorded, version = platform.is_recorded(tensor._local), platform.version_of(tensor._local)
+    recorded, version = (
+        platform.is_recorded(tensor._local),
+        platform.version_of(tensor._local),
+    )
     if tensor._reduced is not None:
         twin, twin_recorded, twin_version = tensor._reduced
         if twin_version == version and (twin_recorded or not recorded):
             return twin
     target = gradient_layout(tensor._layout)
-    twin = type(tensor)(_made(tensor, target, (), None, implicit=True), target, tensor._shape)
+    twin = type(tensor)(
+        _made(tensor, target, (), None, implicit=True), target, tensor._shape
+    )
     twin.keep_gradient_of(tensor)
     tensor._reduced = twin, recorded, version
     return twin
@@ -78,13 +89,21 @@ def own_local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = ()) -> 
     if not platform.is_recorded(tensor._local):
         summed = ()
     elif waits_for_value(tensor) and _takes_reduction(tensor._layout, target):
-        return platform.operator("clone")(local_for(reduced_twin(tensor), target, summed, implicit=False))
+        return platform.operator("clone")(
+            local_for(reduced_twin(tensor), target, summed, implicit=False)
+        )
     if target is tensor._layout:
-        return _made(tensor, target, summed, None, implicit=False) if summed else tensor.to_local()
+        return (
+            _made(tensor, target, summed, None, implicit=False)
+            if summed
+            else tensor.to_local()
+        )
     routes, version = _remembered(tensor, tensor._local)
     key = (tensor._layout, target, summed, platform.is_recorded(tensor._local), version)
     if routes and _known(routes, key) is not None:
-        return platform.operator("clone")(local_for(tensor, target, summed, implicit=False))
+        return platform.operator("clone")(
+            local_for(tensor, target, summed, implicit=False)
+        )
     return _made(tensor, target, summed, None, implicit=False)
 
 
@@ -106,37 +125,74 @@ def routes_of_moved(tensor: Any, target: Layout) -> Any:
     return moved
 
 
-def _made(tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool) -> Any:
+def _made(
+    tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool
+) -> Any:
     if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
-        route = summed_later(tensor._local, tensor._layout, tuple(tensor._shape), summed)
-        return redistribute(route, tensor._layout, target, tensor._shape, summed, varied=summed, implicit=implicit)
+        route = summed_later(
+            tensor._local, tensor._layout, tuple(tensor._shape), summed
+        )
+        return redistribute(
+            route,
+            tensor._layout,
+            target,
+            tensor._shape,
+            summed,
+            varied=summed,
+            implicit=implicit,
+        )
     view = tensor._origin
     if isinstance(view, ViewOf):
         base, again, version = view
-        if summed and target is tensor._layout and platform.version_of(base._local) == version:
+        if (
+            summed
+            and target is tensor._layout
+            and platform.version_of(base._local) == version
+        ):
             return again(local_for(base, base._layout, summed, implicit=implicit))
         view = None
     origin = _origin_for(tensor, target, summed) if view is not None else None
     if origin is not None:
         # It was gathered from shards: the parts of the gradient go back to them by a reduce-scatter.
         return redistribute(
-            origin._local, origin._layout, target, tensor._shape, summed, value=tensor._local, implicit=implicit
+            origin._local,
+            origin._layout,
+            target,
+            tensor._shape,
+            summed,
+            value=tensor._local,
+            implicit=implicit,
         )
-    return redistribute(tensor._local, tensor._layout, target, tensor._shape, summed, value=value, implicit=implicit)
+    return redistribute(
+        tensor._local,
+        tensor._layout,
+        target,
+        tensor._shape,
+        summed,
+        value=value,
+        implicit=implicit,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _takes_reduction(source: Layout, target: Layout) -> bool:
     """Whether something else than a sum that is pending has been taken in the target."""
     pairs = zip(source.placements, target.placements, strict=True)
-    return any(before.is_partial() and not before.is_partial("sum") and before != after for before, after in pairs)
+    return any(
+        before.is_partial() and not before.is_partial("sum") and before != after
+        for before, after in pairs
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _stays_whole(source: Layout, target: Layout, axes: tuple[int, ...]) -> bool:
     """Whether every rank along these axes has all of the tensor, before and after: then what is done along others can
     be done to each part of its gradient."""
-    return all(layout.placements[axis].is_replicate() for layout in (source, target) for axis in axes)
+    return all(
+        layout.placements[axis].is_replicate()
+        for layout in (source, target)
+        for axis in axes
+    )
 
 
 def versions(*tensors: Any) -> tuple[int | None, ...]:
@@ -147,10 +203,18 @@ def versions(*tensors: Any) -> tuple[int | None, ...]:
 def _origin_for(tensor: Any, target: Layout, summed: tuple[int, ...]) -> Any:
     """What the tensor was gathered from, where the parts of its gradient can go straight back there."""
     origin = tensor._origin
-    if origin is None or target is not tensor._layout or None in tensor._origin_versions:
+    if (
+        origin is None
+        or target is not tensor._layout
+        or None in tensor._origin_versions
+    ):
         return None
     sharded = any(origin._layout.placements[axis].is_shard() for axis in summed)
-    return origin if sharded and versions(origin, tensor) == tensor._origin_versions else None
+    return (
+        origin
+        if sharded and versions(origin, tensor) == tensor._origin_versions
+        else None
+    )
 
 
 def _known(routes: Any, key: tuple[Any, ...]) -> Any:
@@ -159,7 +223,9 @@ def _known(routes: Any, key: tuple[Any, ...]) -> Any:
     if any(map(is_nonlinear, source.placements)):
         return None
     found = (
-        route for other, route in routes.items() if other[:2] == (source, target) and other[3:] == (graph, version)
+        route
+        for other, route in routes.items()
+        if other[:2] == (source, target) and other[3:] == (graph, version)
     )
     return next(filter(_is_as_made, found), None)
 

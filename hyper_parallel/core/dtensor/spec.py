@@ -40,10 +40,16 @@ def waits_for_value(tensor: Any) -> bool:
 
     The gradient of a part is then another than that of the value, so operators take the value.
     """
-    return has_other_than_sum(tensor._layout) and bool(platform.requires_grad(tensor._local))
+    return has_other_than_sum(tensor._layout) and bool(
+        platform.requires_grad(tensor._local)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def has_other_than_sum(layout: Layout) -> bool:
     """Whether a reduction is pending that is no sum."""
-    return any(op not in (None, "sum") for op in layout.partial) if layout.placements else False
+    return (
+        any(op not in (None, "sum") for op in layout.partial)
+        if layout.placements
+        else False
+    )

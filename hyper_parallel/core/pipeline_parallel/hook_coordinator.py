@@ -43,14 +43,19 @@ class HookCoordinator:
     def __init__(self, timeout: float = 60.0) -> None:
         if not timeout > 0:
             raise ValueError(
-                coded("HP450", f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}")
+                coded(
+                    "HP450",
+                    f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}",
+                )
             )
         self._timeout = timeout
         self._changed = threading.Condition()
         self._enabled = False
         self._error: BaseException | None = None
         self._forming: _Meeting | None = None  # one side has come
-        self._running: _Meeting | None = None  # both have come, the communication is not launched: COMPUTE waits
+        self._running: _Meeting | None = (
+            None  # both have come, the communication is not launched: COMPUTE waits
+        )
 
     def enable(self) -> None:
         """Makes the sides wait for each other from now on and clears a former failure."""
@@ -82,9 +87,13 @@ class HookCoordinator:
             self._dispatch()
             meeting = self._join(role)
             other = self.COMM if role == self.COMPUTE else self.COMPUTE
-            self._wait(meeting, role, lambda: meeting.paired, f"no side came as {other}")
+            self._wait(
+                meeting, role, lambda: meeting.paired, f"no side came as {other}"
+            )
             if role == self.COMPUTE:
-                launched = f"the {self.COMM} side came but did not launch its communication"
+                launched = (
+                    f"the {self.COMM} side came but did not launch its communication"
+                )
                 self._wait(meeting, role, lambda: meeting.dispatched, launched)
 
     def notify_dispatched(self, role: str) -> None:
@@ -101,7 +110,11 @@ class HookCoordinator:
     def abort(self, error: BaseException | None = None) -> None:
         """Says that a side failed: whoever waits, or comes later, raises a RuntimeError from ``error``."""
         with self._changed:
-            self._fail(error if error is not None else RuntimeError("HookCoordinator.abort() was called"))
+            self._fail(
+                error
+                if error is not None
+                else RuntimeError("HookCoordinator.abort() was called")
+            )
 
     @contextmanager
     def side(self) -> Iterator[None]:
@@ -136,13 +149,17 @@ class HookCoordinator:
             self._changed.notify_all()
         return meeting
 
-    def _wait(self, meeting: _Meeting, role: str, done: Callable[[], bool], missing: str) -> None:
+    def _wait(
+        self, meeting: _Meeting, role: str, done: Callable[[], bool], missing: str
+    ) -> None:
         def over() -> bool:
             return done() or meeting.dissolved or meeting.error is not None
 
         try:
             came = self._changed.wait_for(over, self._timeout)
-        except BaseException as error:  # an interrupt: the other side must not meet one who is gone
+        except (
+            BaseException
+        ) as error:  # an interrupt: the other side must not meet one who is gone
             if meeting is self._forming or meeting is self._running:
                 self._fail(error)
             raise
@@ -170,7 +187,9 @@ class HookCoordinator:
             meeting.error = error
 
     def _take_open_meetings(self) -> list[_Meeting]:
-        found = [meeting for meeting in (self._forming, self._running) if meeting is not None]
+        found = [
+            meeting for meeting in (self._forming, self._running) if meeting is not None
+        ]
         self._forming = self._running = None
         self._changed.notify_all()
         return found
@@ -178,7 +197,10 @@ class HookCoordinator:
     def _check_role(self, call: str, role: str) -> None:
         if role not in (self.COMM, self.COMPUTE):
             raise ValueError(
-                coded("HP450", f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}")
+                coded(
+                    "HP450",
+                    f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}",
+                )
             )
 
 

@@ -4,7 +4,12 @@
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.shard.binding import BoundFactor, BoundTensor
-from hyper_parallel.core.shard.notation import Notation, NotationError, from_equation, parse
+from hyper_parallel.core.shard.notation import (
+    Notation,
+    NotationError,
+    from_equation,
+    parse,
+)
 from hyper_parallel.core.shard.rule import (
     BoundRule,
     Choice,
@@ -71,5 +76,7 @@ def __getattr__(name: str) -> Any:
     if name in _OF_THE_FRAMEWORK:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name)
+        return getattr(
+            importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,9 +41,21 @@ from hyper_parallel.core.shard.execution import (
     Whole,
     fast,
 )
-from hyper_parallel.core.shard.fused import any_fused, for_any_layout, taken_apart, unfused, with_sections
+from hyper_parallel.core.shard.fused import (
+    any_fused,
+    for_any_layout,
+    taken_apart,
+    unfused,
+    with_sections,
+)
 from hyper_parallel.core.shard.here import Here
-from hyper_parallel.core.shard.ops.operator import ON_CHANGE, OPERATORS, Operator, Ruled, Unruled
+from hyper_parallel.core.shard.ops.operator import (
+    ON_CHANGE,
+    OPERATORS,
+    Operator,
+    Ruled,
+    Unruled,
+)
 from hyper_parallel.core.shard.ops.pointwise import itself
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
 from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES, Reshaped
@@ -64,17 +76,32 @@ class Dispatcher:
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Run] = {}
         self._warned: set[str] = set()  # the operators about which the user was told
-        self.on_plan: Callable[[str, str], None] | None = None  # told of every new plan: the operator, its way
+        self.on_plan: Callable[[str, str], None] | None = (
+            None  # told of every new plan: the operator, its way
+        )
 
-    def dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called | None = None) -> Any:
+    def dispatch(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        called: Called | None = None,
+    ) -> Any:
         """``func(*args, **kwargs)``, with distributed tensors among the arguments."""
-        if MODES.skip is not None and (called or platform.called(func)).name not in MODES.skip:
+        if (
+            MODES.skip is not None
+            and (called or platform.called(func)).name not in MODES.skip
+        ):
             return on_shards(func, args, kwargs)
         key: list[Any] = [func]
         tensors: list[DTensor] = []
         try:
             for value in args:
-                if type(value) is DTensor and value._spec is not None and not value._unrecorded:
+                if (
+                    type(value) is DTensor
+                    and value._spec is not None
+                    and not value._unrecorded
+                ):
                     key.append(value._spec)
                     tensors.append(value)
                 else:
@@ -87,9 +114,13 @@ class Dispatcher:
         try:
             run = self._plans.get(tuple(key))
         except TypeError:  # an argument that cannot be a key, such as an array
-            run = self._plan(func, called or platform.called(func), tensors, args, kwargs)
+            run = self._plan(
+                func, called or platform.called(func), tensors, args, kwargs
+            )
         if run is None:
-            run = self._plan(func, called or platform.called(func), tensors, args, kwargs)
+            run = self._plan(
+                func, called or platform.called(func), tensors, args, kwargs
+            )
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[tuple(key)] = run
@@ -98,11 +129,24 @@ class Dispatcher:
             self._follow(result, tensors, func, args, kwargs, called)
         return result
 
-    def _follow(self, result: Any, tensors: list[DTensor], func: Any, args: Any, kwargs: Any, called: Any) -> None:
+    def _follow(
+        self,
+        result: Any,
+        tensors: list[DTensor],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        called: Any,
+    ) -> None:
         """Has the results that had to be copies follow the tensor of which they should be views."""
         several = not isinstance(result, DTensor)
         for number, one in enumerate(result if several else (result,)):
-            if not isinstance(one, DTensor) or one._copy_of is None or one._taken is not None or one is tensors[0]:
+            if (
+                not isinstance(one, DTensor)
+                or one._copy_of is None
+                or one._taken is not None
+                or one is tensors[0]
+            ):
                 continue
 
             def again(number: int = number) -> Any:
@@ -111,26 +155,48 @@ class Dispatcher:
 
             name = (called or platform.called(func)).name
             op = OPERATORS.get(name)
-            remember_base(one, tensors[0], name, again, is_view=op is None or op.view is True)
+            remember_base(
+                one, tensors[0], name, again, is_view=op is None or op.view is True
+            )
 
-    def _with_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called) -> Any:
+    def _with_plain(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called
+    ) -> Any:
         """The call, where plain tensors are among the arguments too."""
         op = OPERATORS.get(called.name)
-        if op is not None and op.lists and op.direct is not None and kwargs.get("out") is None:
+        if (
+            op is not None
+            and op.lists
+            and op.direct is not None
+            and kwargs.get("out") is None
+        ):
             self._planned(called, "by itself")
             return Direct(op.direct, func).run([], args, kwargs)
         if called.inplace and changes_plain(args, kwargs):
             return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
         place = MODES.plain.get(called.name)
-        placed = {} if op is None or place is None else place(**op.arguments(called, args, platform.named(kwargs)))
-        args, kwargs = distributed(called.name, args, kwargs, op is not None and op.zeros, placed)
+        placed = (
+            {}
+            if op is None or place is None
+            else place(**op.arguments(called, args, platform.named(kwargs)))
+        )
+        args, kwargs = distributed(
+            called.name, args, kwargs, op is not None and op.zeros, placed
+        )
         return self.dispatch(func, args, kwargs, called)
 
     def forget(self) -> None:
         """Drops all plans: a rule has changed."""
         self._plans.clear()
 
-    def _plan(self, func: Any, called: Called, tensors: Sequence[DTensor], args: Any, kwargs: Any) -> Run:
+    def _plan(
+        self,
+        func: Any,
+        called: Called,
+        tensors: Sequence[DTensor],
+        args: Any,
+        kwargs: Any,
+    ) -> Run:
         if kwargs.get("out") is not None:
             return Into(self.dispatch, func, called).run
         op = OPERATORS.get(called.name)
@@ -139,7 +205,9 @@ class Dispatcher:
         if waiting is not None:
             return waiting
         reason = "it is in no table"
-        scalars = not any(tensor._shape for tensor in tensors)  # of which there is nothing to cut
+        scalars = not any(
+            tensor._shape for tensor in tensors
+        )  # of which there is nothing to cut
         if op is not None:
             if op.direct is not None:
                 self._planned(called, "by itself")
@@ -164,7 +232,12 @@ class Dispatcher:
         return Whole(func, called, mesh, inplace, scalars).run
 
     def _before_rules(
-        self, func: Any, called: Called, op: Operator | None, tensors: Sequence[DTensor], inplace: bool
+        self,
+        func: Any,
+        called: Called,
+        op: Operator | None,
+        tensors: Sequence[DTensor],
+        inplace: bool,
     ) -> Run | None:
         """The way of a call that changes the shape in place, or whose pending reductions are taken first; else None."""
         if called.inplace and called.name in SHAPE_CHANGES:
@@ -179,24 +252,46 @@ class Dispatcher:
         return None
 
     def _ruled(
-        self, func: Any, called: Called, op: Operator, tensors: Sequence[DTensor], args: Any, kwargs: Any, inplace: bool
+        self,
+        func: Any,
+        called: Called,
+        op: Operator,
+        tensors: Sequence[DTensor],
+        args: Any,
+        kwargs: Any,
+        inplace: bool,
     ) -> Run:
         arguments = op.arguments(called, args, platform.named(kwargs))
         ruled = op.rule if isinstance(op.rule, Rule) else op.rule(**arguments)  # type: ignore[misc]
         if callable(ruled):
             self._planned(called, "by other operators")
             run = Handled(op, called, ruled).run
-            return for_any_layout(called, run) if any_fused(tensors) and ruled is not itself else run
+            return (
+                for_any_layout(called, run)
+                if any_fused(tensors) and ruled is not itself
+                else run
+            )
         bound, operands = bound_call(op, called, arguments, ruled)
         fused = any_fused(tensors)
-        if fused and not inplace and (view := taken_apart(called, bound, arguments)) is not None:
+        if (
+            fused
+            and not inplace
+            and (view := taken_apart(called, bound, arguments)) is not None
+        ):
             self._planned(called, "section by section")
             return view
         self._planned(called, (ruled.rule if isinstance(ruled, Ruled) else ruled).text)
-        layouts, itemsizes = _layouts(operands), [platform.get_element_size(t._local) for t in flat(operands)]
+        layouts, itemsizes = (
+            _layouts(operands),
+            [platform.get_element_size(t._local) for t in flat(operands)],
+        )
         # A local call of its own makes a new tensor, so it cannot change its target.
         given = unfused(layouts) if fused else layouts
-        made = None if inplace and op.local is not None else propagate(bound, given, itemsizes, inplace=inplace)
+        made = (
+            None
+            if inplace and op.local is not None
+            else propagate(bound, given, itemsizes, inplace=inplace)
+        )
         if fused:
             made = with_sections(op, bound, made, layouts, inplace)
         if made is None:
@@ -205,13 +300,21 @@ class Dispatcher:
         if op.local is not None:
             mesh = tensors[0].device_mesh
             place = mesh.own_coordinate(called.name)
-            here = Here(bound, made, mesh.mesh_shape, place, _function(func, called.name))
+            here = Here(
+                bound, made, mesh.mesh_shape, place, _function(func, called.name)
+            )
         moves = _moves(tensors, operands, made)
-        planned = Planned(func, called, op, made, here).bind(moves, tensors, args, kwargs, inplace)
+        planned = Planned(func, called, op, made, here).bind(
+            moves, tensors, args, kwargs, inplace
+        )
         if all(choice.kind != "order" for choice in made.choices):
             return planned
         reduced = Reduced(self.dispatch, func, called, inplace, of_all=True).run
-        return Ordered(planned, Back(self.dispatch, called).run if inplace else reduced, bound.rule.finite).run
+        return Ordered(
+            planned,
+            Back(self.dispatch, called).run if inplace else reduced,
+            bound.rule.finite,
+        ).run
 
     def _planned(self, called: Called, way: str) -> None:
         if self.on_plan is not None:
@@ -235,21 +338,37 @@ class Dispatcher:
             )
 
 
-def bound_call(op: Operator, called: Called, arguments: dict[str, Any], ruled: Any) -> tuple[BoundRule, list[Any]]:
+def bound_call(
+    op: Operator, called: Called, arguments: dict[str, Any], ruled: Any
+) -> tuple[BoundRule, list[Any]]:
     """The rule, bound to this call, and its operands: a DTensor, a list of them, or None."""
     if ruled is None:
         raise Unruled("there is none for these arguments")
     if isinstance(ruled, Rule):
         ruled = Ruled(ruled)
     count = len(ruled.rule.notation.operands)
-    given = ruled.operands if ruled.operands is not None else [arguments.get(name) for name in op.parameters[:count]]
+    given = (
+        ruled.operands
+        if ruled.operands is not None
+        else [arguments.get(name) for name in op.parameters[:count]]
+    )
     for value in given:
-        if isinstance(value, (list, tuple)) and not all(isinstance(entry, DTensor) for entry in value):
+        if isinstance(value, (list, tuple)) and not all(
+            isinstance(entry, DTensor) for entry in value
+        ):
             raise Unruled("a list among its operands holds something that is no tensor")
-    numbers = [i for i, value in enumerate(given) if isinstance(value, (bool, int, float, complex))]
-    operands = [value if isinstance(value, (DTensor, list, tuple)) else None for value in given]
+    numbers = [
+        i
+        for i, value in enumerate(given)
+        if isinstance(value, (bool, int, float, complex))
+    ]
+    operands = [
+        value if isinstance(value, (DTensor, list, tuple)) else None for value in given
+    ]
     try:
-        return ruled.rule.bind([_shape(v) for v in operands], {**arguments, **ruled.attrs}, numbers), operands
+        return ruled.rule.bind(
+            [_shape(v) for v in operands], {**arguments, **ruled.attrs}, numbers
+        ), operands
     except ValueError as error:
         raise ValueError(f"{called.name}: {error}") from None
 
@@ -265,7 +384,11 @@ def _function(func: Any, name: str) -> Any:
 def _shape(operand: Any) -> Any:
     if operand is None:
         return None
-    return [tuple(t._shape) for t in operand] if isinstance(operand, (list, tuple)) else tuple(operand._shape)
+    return (
+        [tuple(t._shape) for t in operand]
+        if isinstance(operand, (list, tuple))
+        else tuple(operand._shape)
+    )
 
 
 def _layouts(operands: Sequence[Any]) -> list[Any]:
@@ -279,16 +402,24 @@ def _layouts(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _moves(tensors: Sequence[DTensor], operands: Sequence[Any], made: OpPlan) -> list[Move]:
+def _moves(
+    tensors: Sequence[DTensor], operands: Sequence[Any], made: OpPlan
+) -> list[Move]:
     """What each tensor must become, in the order of the arguments; None where its shard is taken as it is."""
-    waiting = list(zip(flat(operands), flat(made.operands), _routes(operands, made), strict=True))
+    waiting = list(
+        zip(flat(operands), flat(made.operands), _routes(operands, made), strict=True)
+    )
     moves: list[Move] = []
     for tensor in tensors:
-        index = next((i for i, (operand, _, _) in enumerate(waiting) if operand is tensor), None)
+        index = next(
+            (i for i, (operand, _, _) in enumerate(waiting) if operand is tensor), None
+        )
         if index is None:
             raise Unruled("a tensor among its arguments is not an operand of the rule")
         _, layout, summed = waiting.pop(index)
-        moves.append(None if layout is tensor._layout and not summed else (layout, tuple(summed)))
+        moves.append(
+            None if layout is tensor._layout and not summed else (layout, tuple(summed))
+        )
     return moves
 
 
@@ -303,4 +434,6 @@ def _routes(operands: Sequence[Any], made: OpPlan) -> Iterator[Any]:
 _OP_DISPATCHER = Dispatcher()
 ON_CHANGE.append(_OP_DISPATCHER.forget)
 if fast is not None:
-    DTensor.take_short_way(functools.partial(fast.Dispatch, plans=_OP_DISPATCHER._plans, modes=MODES))
+    DTensor.take_short_way(
+        functools.partial(fast.Dispatch, plans=_OP_DISPATCHER._plans, modes=MODES)
+    )

@@ -82,7 +82,12 @@ def tensors_in(tree: Any) -> Iterator[Any]:
 
 def flat(items: Sequence[Any]) -> list[Any]:
     """The tensors of operands, of which some are lists and some None."""
-    return [x for item in items if item is not None for x in (item if isinstance(item, (list, tuple)) else (item,))]
+    return [
+        x
+        for item in items
+        if item is not None
+        for x in (item if isinstance(item, (list, tuple)) else (item,))
+    ]
 
 
 def replaced(tree: Any, shards: Iterator[Any]) -> Any:
@@ -95,7 +100,9 @@ def replaced(tree: Any, shards: Iterator[Any]) -> Any:
     return tree
 
 
-def distributed(name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[int, DTensor]) -> tuple[Any, Any]:
+def distributed(
+    name: str, args: Any, kwargs: Any, zeros: bool, placed: Mapping[int, DTensor]
+) -> tuple[Any, Any]:
     """The arguments with plain tensors made distributed, where that is allowed: always of those of one element.
 
     ``zeros``: whether tensors of zeros are allowed too; they are the same on every rank. ``placed``: those of which it
@@ -150,18 +157,26 @@ def changes_plain(args: Any, kwargs: Any) -> bool:
     """
     if not args or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
         return False
-    numbers = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)]
-    return not any(number._shape or platform.is_recorded(number._local) for number in numbers)
+    numbers = [
+        tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)
+    ]
+    return not any(
+        number._shape or platform.is_recorded(number._local) for number in numbers
+    )
 
 
 def with_values(tree: Any) -> Any:
     """The arguments with plain tensors for distributed ones."""
-    return platform.tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, tree)
+    return platform.tree_map(
+        lambda value: value.full_tensor() if isinstance(value, DTensor) else value, tree
+    )
 
 
 def on_all_ranks(local: Any, mesh: Any) -> DTensor:
     """A plain tensor that every rank of a mesh has."""
-    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(len(local.shape))
+    layout = Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(
+        len(local.shape)
+    )
     return DTensor(local, layout, local.shape)
 
 
@@ -176,7 +191,9 @@ def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     def shard(value: Any) -> Any:
         return value._local if isinstance(value, DTensor) else value
 
-    result = func(*platform.tree_map(shard, tuple(args)), **platform.tree_map(shard, dict(kwargs)))
+    result = func(
+        *platform.tree_map(shard, tuple(args)), **platform.tree_map(shard, dict(kwargs))
+    )
     first = args[0] if args else None
     return first if isinstance(first, DTensor) and result is first._local else result
 
@@ -212,7 +229,9 @@ def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> N
     """An error that shows the redistribution, where one is needed."""
     if target is not tensor._layout:
         itemsize = platform.get_element_size(tensor._local)
-        steps = plan_redistribution(tensor._layout, target, tuple(tensor._shape), itemsize)
+        steps = plan_redistribution(
+            tensor._layout, target, tuple(tensor._shape), itemsize
+        )
         raise OperatorError(
             coded(
                 "HP306",

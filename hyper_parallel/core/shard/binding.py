@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from hyper_parallel.core.shard.notation import LOOKED_UP, REST, WHOLE, At, Notation, Rest, Tensor
+from hyper_parallel.core.shard.notation import (
+    LOOKED_UP,
+    REST,
+    WHOLE,
+    At,
+    Notation,
+    Rest,
+    Tensor,
+)
 from hyper_parallel.platform.error_codes import coded
 
 Dim = tuple[str, ...]
@@ -65,13 +73,19 @@ class BoundFactor:
     inner: tuple[int, ...] = ()
 
 
-Bound = tuple[BoundTensor | tuple[BoundTensor, ...] | None, ...]  # a tuple for a list, None for an absent operand
+Bound = tuple[
+    BoundTensor | tuple[BoundTensor, ...] | None, ...
+]  # a tuple for a list, None for an absent operand
 
 
 def each(function: Callable[[BoundTensor], Any], tensors: Bound) -> Any:
     """The function of every tensor, in the same structure."""
     return tuple(
-        tuple(map(function, item)) if isinstance(item, tuple) else None if item is None else function(item)
+        tuple(map(function, item))
+        if isinstance(item, tuple)
+        else None
+        if item is None
+        else function(item)
         for item in tensors
     )
 
@@ -91,16 +105,26 @@ def bind(
 class _Binder:
     """What is known while one call is bound."""
 
-    def __init__(self, notation: Notation, attrs: Mapping[str, Any], broadcast: str) -> None:
+    def __init__(
+        self, notation: Notation, attrs: Mapping[str, Any], broadcast: str
+    ) -> None:
         self._notation = notation
         self._attrs = attrs
         self._broadcast = broadcast
-        self._positions: dict[str, tuple[int, ...]] = {}  # where an attribute points, as given
+        self._positions: dict[
+            str, tuple[int, ...]
+        ] = {}  # where an attribute points, as given
         self._rest = -1  # the number of dims that "..." stands for in the results
         self._marks = notation.marks
-        self._origin: dict[str, tuple[str, int]] = {}  # "a[1]" -> ("a", 1): one of several positions
-        self._joined: set[str] = set()  # laid end to end from the tensors of a list, as cat does
-        self._stretched: set[str] = set()  # of size one and without a place of their own in merged dims
+        self._origin: dict[
+            str, tuple[str, int]
+        ] = {}  # "a[1]" -> ("a", 1): one of several positions
+        self._joined: set[str] = (
+            set()
+        )  # laid end to end from the tensors of a list, as cat does
+        self._stretched: set[str] = (
+            set()
+        )  # of size one and without a place of their own in merged dims
         self._sizes: dict[str, int] = {}
 
     # --- the factors of a tensor's dims
@@ -108,30 +132,51 @@ class _Binder:
     def operands(self, shapes: Sequence[Any]) -> Bound:
         patterns = self._notation.operands
         if len(shapes) != len(patterns):
-            self._fail(f"expected {len(patterns)} operands (None for an absent one), got {len(shapes)}")
-        return tuple(self._operand(i, pattern, shapes[i]) for i, pattern in enumerate(patterns))
+            self._fail(
+                f"expected {len(patterns)} operands (None for an absent one), got {len(shapes)}"
+            )
+        return tuple(
+            self._operand(i, pattern, shapes[i]) for i, pattern in enumerate(patterns)
+        )
 
-    def _operand(self, number: int, pattern: Tensor, shape: Any) -> BoundTensor | tuple[BoundTensor, ...] | None:
+    def _operand(
+        self, number: int, pattern: Tensor, shape: Any
+    ) -> BoundTensor | tuple[BoundTensor, ...] | None:
         place = f"operand {number}"
         if shape is None:
             return None
         if pattern.listed:
             if not shape or any(isinstance(size, int) for size in shape):
-                self._fail(f"{_label(place, pattern)}: expected the shapes of one or more tensors, got {shape!r}")
-            return tuple(self._tensor(pattern, one, f"{place}[{i}]") for i, one in enumerate(shape))
+                self._fail(
+                    f"{_label(place, pattern)}: expected the shapes of one or more tensors, got {shape!r}"
+                )
+            return tuple(
+                self._tensor(pattern, one, f"{place}[{i}]")
+                for i, one in enumerate(shape)
+            )
         return self._tensor(pattern, shape, place)
 
     def _tensor(self, pattern: Tensor, shape: Any, place: str) -> BoundTensor:
         if not all(isinstance(size, int) for size in shape):
             self._fail(f"{_label(place, pattern)}: expected a shape, got {shape!r}")
-        made = BoundTensor(place, pattern, self._spread(pattern, len(shape), place), tuple(shape))
+        made = BoundTensor(
+            place, pattern, self._spread(pattern, len(shape), place), tuple(shape)
+        )
         rest = sum(dim[0].startswith(REST) for dim in made.dims if dim)
-        if self._broadcast == "none" and Rest() in pattern.dims and self._rest not in (-1, rest):
-            self._fail(f"{made.label}: '...' must stand for {self._rest} dims as before, got shape {made.shape}")
+        if (
+            self._broadcast == "none"
+            and Rest() in pattern.dims
+            and self._rest not in (-1, rest)
+        ):
+            self._fail(
+                f"{made.label}: '...' must stand for {self._rest} dims as before, got shape {made.shape}"
+            )
         self._rest = max(self._rest, rest)
         for dim, size in zip(made.dims, shape, strict=True):
             if not dim and size != 1:
-                self._fail(f"{made.label}: '=1' must point to dims of size 1, got shape {made.shape}")
+                self._fail(
+                    f"{made.label}: '=1' must point to dims of size 1, got shape {made.shape}"
+                )
         return made
 
     def _spread(self, pattern: Tensor, ndim: int, place: str) -> tuple[Dim, ...]:
@@ -143,25 +188,47 @@ class _Binder:
             if isinstance(dim, At):
                 self._place(dim, ndim, ndim - fixed, _label(place, pattern), placed)
         rest = ndim - len(placed) - fixed
-        if rest < 0 and pattern.added and Rest() not in others and self._broadcast != "none":
-            others, rest = others[-rest:], 0  # an added operand may have fewer dims than its sum
+        if (
+            rest < 0
+            and pattern.added
+            and Rest() not in others
+            and self._broadcast != "none"
+        ):
+            others, rest = (
+                others[-rest:],
+                0,
+            )  # an added operand may have fewer dims than its sum
         if rest < 0 or (rest and Rest() not in others):
             more = " or more" * (Rest() in others)
-            self._fail(f"{_label(place, pattern)}: expected {len(placed) + fixed} dims{more}, got {ndim}")
+            self._fail(
+                f"{_label(place, pattern)}: expected {len(placed) + fixed} dims{more}, got {ndim}"
+            )
         line: list[Dim] = []
         for dim in others:
-            line += [(f"{REST}[{i}]",) for i in range(-rest, 0)] if isinstance(dim, Rest) else [dim.factors]
+            line += (
+                [(f"{REST}[{i}]",) for i in range(-rest, 0)]
+                if isinstance(dim, Rest)
+                else [dim.factors]
+            )
         following = iter(line)
         return tuple(placed[i] if i in placed else next(following) for i in range(ndim))
 
-    def _place(self, dim: At, ndim: int, free: int, label: str, placed: dict[int, Dim]) -> None:
+    def _place(
+        self, dim: At, ndim: int, free: int, label: str, placed: dict[int, Dim]
+    ) -> None:
         positions = self._pointed(dim.attr, free, scalar=ndim == 0)
         for i, position in enumerate(positions):
             if not -ndim <= position < ndim:
-                self._fail(f"{label}: {dim.attr}={position} is not a dim of a tensor with {ndim} dims")
+                self._fail(
+                    f"{label}: {dim.attr}={position} is not a dim of a tensor with {ndim} dims"
+                )
             if position % ndim in placed:
-                self._fail(f"{label}: {dim.attr}={position} points to a dim that is taken already")
-            placed[position % ndim] = tuple(self._named(name, i, len(positions)) for name in dim.factors)
+                self._fail(
+                    f"{label}: {dim.attr}={position} points to a dim that is taken already"
+                )
+            placed[position % ndim] = tuple(
+                self._named(name, i, len(positions)) for name in dim.factors
+            )
 
     def _named(self, base: str, index: int, count: int) -> str:
         if count == 1:
@@ -170,15 +237,25 @@ class _Binder:
         self._origin[name] = (base, index)
         return name
 
-    def _pointed(self, attr: str, free: int | None = None, *, scalar: bool = False) -> tuple[int, ...]:
+    def _pointed(
+        self, attr: str, free: int | None = None, *, scalar: bool = False
+    ) -> tuple[int, ...]:
         """The positions that an attribute gives; ``free``: how many None stands for, where that is known."""
         if attr not in self._positions:
             value = self._attr(attr, "it gives a dim")
             if free is None and value is None:
-                self._fail(f"attribute {attr}=None: no operand says how many dims that is")
+                self._fail(
+                    f"attribute {attr}=None: no operand says how many dims that is"
+                )
             # A tensor without dims may be asked for its dim 0, as torch allows.
             everything = value is None or (scalar and value in (0, -1))
-            values = range(free or 0) if everything else (value,) if isinstance(value, int) else value
+            values = (
+                range(free or 0)
+                if everything
+                else (value,)
+                if isinstance(value, int)
+                else value
+            )
             self._positions[attr] = tuple(values)
         return self._positions[attr]
 
@@ -201,36 +278,70 @@ class _Binder:
                 if len(dim) == 1:
                     uses.setdefault(dim[0], []).append((size, tensor))
         for name, found in uses.items():
-            self._sizes[name] = sum(size for size, _ in found) if name in self._joined else self._agree(name, found)
-        self._divide([(d, s, t) for t in tensors for d, s in zip(t.dims, t.shape, strict=True) if len(d) > 1])
+            self._sizes[name] = (
+                sum(size for size, _ in found)
+                if name in self._joined
+                else self._agree(name, found)
+            )
+        self._divide(
+            [
+                (d, s, t)
+                for t in tensors
+                for d, s in zip(t.dims, t.shape, strict=True)
+                if len(d) > 1
+            ]
+        )
 
     def _agree(self, name: str, uses: list[tuple[int, BoundTensor]]) -> int:
-        firm = [(size, tensor) for size, tensor in uses if size != 1 or not self._stretches(name, tensor)]
+        firm = [
+            (size, tensor)
+            for size, tensor in uses
+            if size != 1 or not self._stretches(name, tensor)
+        ]
         for size, tensor in firm:
             if size != firm[0][0]:
-                self._fail(f"factor {name} has size {firm[0][0]} in {firm[0][1].label} but {size} in {tensor.label}")
+                self._fail(
+                    f"factor {name} has size {firm[0][0]} in {firm[0][1].label} but {size} in {tensor.label}"
+                )
         return firm[0][0] if firm else 1
 
     def _stretches(self, name: str, tensor: BoundTensor) -> bool:
         """Whether a dim of size one of this factor broadcasts."""
-        return self._broadcast == "all" or (self._broadcast == "rest" and (tensor.added or name.startswith(REST)))
+        return self._broadcast == "all" or (
+            self._broadcast == "rest" and (tensor.added or name.startswith(REST))
+        )
 
     def _divide(self, merged: list[tuple[Dim, int, BoundTensor]]) -> None:
         """Finds the sizes of merged factors: from attributes, or all but one of them known."""
         names = [name for dim, _, _ in merged for name in dim]
-        self._sizes.update({n: self._given(n) for n in names if n not in self._sizes and n in self._attrs})
+        self._sizes.update(
+            {
+                n: self._given(n)
+                for n in names
+                if n not in self._sizes and n in self._attrs
+            }
+        )
         for _ in names:  # one size found may tell another
             for dim, size, _ in merged:
-                unknown, known = [n for n in dim if n not in self._sizes], self._product(dim)
+                unknown, known = (
+                    [n for n in dim if n not in self._sizes],
+                    self._product(dim),
+                )
                 if len(unknown) == 1 and known and size % known == 0:
                     self._sizes[unknown[0]] = size // known
         for dim, size, tensor in merged:
             text = f"({' '.join(dim)})"
             if lacking := [name for name in dim if name not in self._sizes]:
                 sizes = {name: self._sizes[name] for name in dim if name in self._sizes}
-                self._fail(f"{tensor.label}: {text} of size {size} with {sizes} leaves {lacking} open; give attributes")
-            if self._product(dim) != size and not (size == 1 and self._stretches(dim[0], tensor)):
-                self._fail(f"{tensor.label}: {text} has size {size}, expected {[self._sizes[name] for name in dim]}")
+                self._fail(
+                    f"{tensor.label}: {text} of size {size} with {sizes} leaves {lacking} open; give attributes"
+                )
+            if self._product(dim) != size and not (
+                size == 1 and self._stretches(dim[0], tensor)
+            ):
+                self._fail(
+                    f"{tensor.label}: {text} has size {size}, expected {[self._sizes[name] for name in dim]}"
+                )
 
     def _product(self, dim: Dim) -> int:
         return prod(self._sizes[name] for name in dim if name in self._sizes)
@@ -238,28 +349,47 @@ class _Binder:
     # --- the results
 
     def results(self, operands: Bound) -> Bound:
-        return tuple(self._result(i, pattern, operands) for i, pattern in enumerate(self._notation.results))
+        return tuple(
+            self._result(i, pattern, operands)
+            for i, pattern in enumerate(self._notation.results)
+        )
 
-    def _result(self, number: int, pattern: Tensor, operands: Bound) -> BoundTensor | tuple[BoundTensor, ...]:
-        counts = [len(self._pointed(dim.attr)) for dim in pattern.dims if isinstance(dim, At)]
+    def _result(
+        self, number: int, pattern: Tensor, operands: Bound
+    ) -> BoundTensor | tuple[BoundTensor, ...]:
+        counts = [
+            len(self._pointed(dim.attr)) for dim in pattern.dims if isinstance(dim, At)
+        ]
         others = sum(not isinstance(dim, (At, Rest)) for dim in pattern.dims)
-        ndim = sum(counts) + others + (max(self._rest, 0) if Rest() in pattern.dims else 0)
+        ndim = (
+            sum(counts) + others + (max(self._rest, 0) if Rest() in pattern.dims else 0)
+        )
         place = f"result {number}"
         dims = self._spread(pattern, ndim, place)
         for name in (name for dim in dims for name in dim if name not in self._sizes):
             self._sizes[name] = self._given(name, operands)
         if not pattern.listed:
             return BoundTensor(place, pattern, dims, tuple(map(self._product, dims)))
-        pieces = [tuple(self._piece(dim, i) for dim in dims) for i in range(self._length(pattern))]
-        return tuple(BoundTensor(f"{place}[{i}]", pattern, dims, shape) for i, shape in enumerate(pieces))
+        pieces = [
+            tuple(self._piece(dim, i) for dim in dims)
+            for i in range(self._length(pattern))
+        ]
+        return tuple(
+            BoundTensor(f"{place}[{i}]", pattern, dims, shape)
+            for i, shape in enumerate(pieces)
+        )
 
     def _given(self, name: str, operands: Bound = ()) -> int:
         """The size that the call gives to a factor which the operands do not have."""
         base, index = self._origin.get(name, (name, -1))
-        if base.startswith("{"):  # a new dim without a name counts the tensors of the list, as stack does
+        if base.startswith(
+            "{"
+        ):  # a new dim without a name counts the tensors of the list, as stack does
             lists = [item for item in operands if isinstance(item, tuple)]
             if len(lists) != 1:
-                self._fail(f"factor {name} is in no operand; name it in the rule and give its size as an attribute")
+                self._fail(
+                    f"factor {name} is in no operand; name it in the rule and give its size as an attribute"
+                )
             return len(lists[0])
         value = self._attr(base, "it is a factor's size")
         if index >= 0:
@@ -272,9 +402,15 @@ class _Binder:
             if sizes := self._listed(name):
                 return len(sizes)
         kept = {name for result in self._notation.results for name in result.factors}
-        gone = [name for name in self._sizes if name not in kept and not name.startswith(REST)]
+        gone = [
+            name
+            for name in self._sizes
+            if name not in kept and not name.startswith(REST)
+        ]
         if len(gone) != 1:
-            self._fail(f"how many tensors does '{pattern}' have? Give the sizes of one of its factors as an attribute")
+            self._fail(
+                f"how many tensors does '{pattern}' have? Give the sizes of one of its factors as an attribute"
+            )
         return self._sizes[gone[0]]
 
     def _piece(self, dim: Dim, index: int) -> int:
@@ -294,38 +430,71 @@ class _Binder:
         for dim, size in zip(tensor.dims, tensor.shape, strict=True):
             if len(dim) > 1:
                 self._stretched.update(name for name in dim if self._sizes[name] == 1)
-            stretched = size == 1 and self._product(dim) != 1 and self._stretches(dim[0], tensor)
+            stretched = (
+                size == 1
+                and self._product(dim) != 1
+                and self._stretches(dim[0], tensor)
+            )
             ones = self._stretched if len(dim) > 1 else ()
-            dims.append(() if stretched else tuple(name for name in dim if name not in ones))
+            dims.append(
+                () if stretched else tuple(name for name in dim if name not in ones)
+            )
         return BoundTensor(tensor.place, tensor.pattern, tuple(dims), tensor.shape)
 
     def factors(self, operands: Bound, results: Bound) -> tuple[BoundFactor, ...]:
         tensors = [*flat(operands), *flat(results)]
-        names = dict.fromkeys(name for tensor in tensors for dim in tensor.dims for name in dim)
+        names = dict.fromkeys(
+            name for tensor in tensors for dim in tensor.dims for name in dim
+        )
         return tuple(self._factor(name, tensors, flat(results)) for name in names)
 
-    def _factor(self, name: str, tensors: list[BoundTensor], results: list[BoundTensor]) -> BoundFactor:
+    def _factor(
+        self, name: str, tensors: list[BoundTensor], results: list[BoundTensor]
+    ) -> BoundFactor:
         mark = self._marks.get(self._origin.get(name, (name, 0))[0])
         held = [result.find(name) is not None for result in results]
         spots = [[dim for dim in tensor.dims if name in dim] for tensor in tensors]
         whole = (
             mark == WHOLE
             or name in self._stretched
-            or any(held) != all(held)  # it is not told what the results without it would be: the same, or parts
-            or any(len(dims) > 1 or (dims and dims[0][0] != name) for dims in spots)  # on a diagonal; not outermost
+            or any(held)
+            != all(
+                held
+            )  # it is not told what the results without it would be: the same, or parts
+            or any(
+                len(dims) > 1 or (dims and dims[0][0] != name) for dims in spots
+            )  # on a diagonal; not outermost
         )
-        inner = {self._product(dim[1:]) for dims in spots for dim in dims if dim[0] == name}
-        return BoundFactor(name, self._sizes[name], any(held), whole, mark == LOOKED_UP, tuple(sorted(inner - {1})))
+        inner = {
+            self._product(dim[1:]) for dims in spots for dim in dims if dim[0] == name
+        }
+        return BoundFactor(
+            name,
+            self._sizes[name],
+            any(held),
+            whole,
+            mark == LOOKED_UP,
+            tuple(sorted(inner - {1})),
+        )
 
     def _attr(self, name: str, why: str) -> Any:
         if name not in self._attrs:
-            self._fail(f"attribute {name!r} is missing ({why}); got {sorted(self._attrs)}")
+            self._fail(
+                f"attribute {name!r} is missing ({why}); got {sorted(self._attrs)}"
+            )
         return self._attrs[name]
 
     def _fail(self, problem: str) -> NoReturn:
         raise ValueError(coded("HP302", f"rule '{self._notation}': {problem}"))
 
 
-def flat(tensors: Iterable[BoundTensor | tuple[BoundTensor, ...] | None]) -> list[BoundTensor]:
+def flat(
+    tensors: Iterable[BoundTensor | tuple[BoundTensor, ...] | None],
+) -> list[BoundTensor]:
     """The tensors that are there, those of lists too."""
-    return [t for item in tensors if item is not None for t in (item if isinstance(item, tuple) else (item,))]
+    return [
+        t
+        for item in tensors
+        if item is not None
+        for t in (item if isinstance(item, tuple) else (item,))
+    ]

@@ -32,20 +32,32 @@ def custom_shard(
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        layouts = _layouts(name, args, kwargs, device_mesh, in_placements, redistribute_inputs)
-        mesh = device_mesh or next((t.device_mesh for t in args if isinstance(t, DTensor)), None)
-        return run_between(name, func, args, kwargs, layouts, _results(mesh, out_placements))
+        layouts = _layouts(
+            name, args, kwargs, device_mesh, in_placements, redistribute_inputs
+        )
+        mesh = device_mesh or next(
+            (t.device_mesh for t in args if isinstance(t, DTensor)), None
+        )
+        return run_between(
+            name, func, args, kwargs, layouts, _results(mesh, out_placements)
+        )
 
     return wrapped
 
 
 def _layouts(
-    name: str, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any, placements: Any, redistribute: bool
+    name: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    mesh: Any,
+    placements: Any,
+    redistribute: bool,
 ) -> list[Layout | None]:
     if placements is not None and len(placements) != len(args):
         raise ValueError(
             coded(
-                "HP317", f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}"
+                "HP317",
+                f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}",
             )
         )
     found: list[Layout | None] = []
@@ -61,13 +73,22 @@ def _layouts(
                     )
                 )
             continue
-        layout = arg.layout if wanted is None else layout_of(mesh or arg.device_mesh, wanted, len(arg.shape))
+        layout = (
+            arg.layout
+            if wanted is None
+            else layout_of(mesh or arg.device_mesh, wanted, len(arg.shape))
+        )
         if layout is not arg.layout and not redistribute:
             raise ValueError(
-                coded("HP317", f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it")
+                coded(
+                    "HP317",
+                    f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it",
+                )
             )
         found.append(layout)
-    return found + [value.layout for value in kwargs.values() if isinstance(value, DTensor)]
+    return found + [
+        value.layout for value in kwargs.values() if isinstance(value, DTensor)
+    ]
 
 
 def _results(mesh: Any, placements: Any) -> Any:
@@ -80,12 +101,20 @@ def _results(mesh: Any, placements: Any) -> Any:
 
 
 def _is_one(placements: Any) -> bool:
-    return isinstance(placements, (Placement, str)) or any(isinstance(p, (Placement, str)) for p in placements)
+    return isinstance(placements, (Placement, str)) or any(
+        isinstance(p, (Placement, str)) for p in placements
+    )
 
 
 def _base(mesh: Any, placements: Any) -> Layout:
     if isinstance(placements, Layout):
         return placements
-    items = [placements] if isinstance(placements, (Placement, str)) else list(placements)
+    items = (
+        [placements] if isinstance(placements, (Placement, str)) else list(placements)
+    )
     base = Layout.from_device_mesh(mesh)
-    return base(items) if any(isinstance(item, Placement) for item in items) else base(*items)
+    return (
+        base(items)
+        if any(isinstance(item, Placement) for item in items)
+        else base(*items)
+    )

@@ -33,12 +33,16 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """The result, on local tensors."""
-        raise NotImplementedError(coded("HP318", "a DFunction must define forward(ctx, ...)"))
+        raise NotImplementedError(
+            coded("HP318", "a DFunction must define forward(ctx, ...)")
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """The gradient of every argument, on local tensors."""
-        raise NotImplementedError(coded("HP318", "a DFunction must define backward(ctx, ...)"))
+        raise NotImplementedError(
+            coded("HP318", "a DFunction must define backward(ctx, ...)")
+        )
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -53,4 +57,6 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
                     "it to the name of a DistributedOp that says what happens to their layouts",
                 )
             )
-        return _OP_DISPATCHER.dispatch(super().apply, args, kwargs, Called(cls._op_name, False, None))
+        return _OP_DISPATCHER.dispatch(
+            super().apply, args, kwargs, Called(cls._op_name, False, None)
+        )

@@ -17,7 +17,11 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
-from hyper_parallel.core.dtensor.spec import has_other_than_sum, spec_of, waits_for_value
+from hyper_parallel.core.dtensor.spec import (
+    has_other_than_sum,
+    spec_of,
+    waits_for_value,
+)
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
     check_explicit,
@@ -41,7 +45,12 @@ HYPER_PARALLEL_PURE_PYTHON = "HYPER_PARALLEL_PURE_PYTHON"
 
 def _compiled() -> Any:
     """The compiled dispatch, where it was built and is wanted."""
-    if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in ("", "0", "false", "no"):
+    if os.environ.get(HYPER_PARALLEL_PURE_PYTHON, "").lower() not in (
+        "",
+        "0",
+        "false",
+        "no",
+    ):
         return None
     try:
         return importlib.import_module("hyper_parallel.core.shard._fast")
@@ -51,33 +60,66 @@ def _compiled() -> Any:
 
 fast = _compiled()
 
-Run = Callable[[list[DTensor], Any, Any], Any]  # of the distributed tensors among the arguments, and the arguments
-Move = tuple[Layout, tuple[int, ...]] | None  # the layout asked for, the axes on which the gradient comes in parts
+Run = Callable[
+    [list[DTensor], Any, Any], Any
+]  # of the distributed tensors among the arguments, and the arguments
+Move = (
+    tuple[Layout, tuple[int, ...]] | None
+)  # the layout asked for, the axes on which the gradient comes in parts
 
 
 class Planned:
     """A call whose plan is known. ``moves``: what each tensor must become; None where its shard is taken as it is."""
 
-    def __init__(self, func: Any, called: Called, op: Operator, made: OpPlan, here: Here | None) -> None:
+    def __init__(
+        self, func: Any, called: Called, op: Operator, made: OpPlan, here: Here | None
+    ) -> None:
         self._func, self._called, self._op, self._here = func, called, op, here
         self._single = len(made.results) == 1 and not isinstance(made.results[0], tuple)
         self._layouts = flat(made.results)
-        shapes = [s for shape, layout in zip(made.shapes, made.results, strict=True) for s in _each(shape, layout)]
+        shapes = [
+            s
+            for shape, layout in zip(made.shapes, made.results, strict=True)
+            for s in _each(shape, layout)
+        ]
         self._shapes = [platform.list_to_size(list(shape)) for shape in shapes]
         pairs = zip(self._layouts, self._shapes, strict=True)
-        self._expected = [platform.list_to_size(list(layout.local_shape(shape))) for layout, shape in pairs]
+        self._expected = [
+            platform.list_to_size(list(layout.local_shape(shape)))
+            for layout, shape in pairs
+        ]
 
-    def bind(self, moves: Sequence[Move], tensors: Sequence[DTensor], args: Any, kwargs: Any, inplace: bool) -> Run:
+    def bind(
+        self,
+        moves: Sequence[Move],
+        tensors: Sequence[DTensor],
+        args: Any,
+        kwargs: Any,
+        inplace: bool,
+    ) -> Run:
         """The way for arguments like these, the shortest that serves."""
         self._moves = list(moves)
         self._inplace = inplace
-        changes = [move is not None and move[0] is not t._layout for move, t in zip(moves, tensors, strict=True)]
-        is_copy = self._op.view and bool(changes) and changes[0] and not _takes_elements(self._called, args)
+        changes = [
+            move is not None and move[0] is not t._layout
+            for move, t in zip(moves, tensors, strict=True)
+        ]
+        is_copy = (
+            self._op.view
+            and bool(changes)
+            and changes[0]
+            and not _takes_elements(self._called, args)
+        )
         self._copy_of = self._called.name if is_copy else None
-        self._empty = any(layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors))
+        self._empty = any(
+            layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors)
+        )
         ready = None
         if self._here is not None and self._op.ready is not None:
-            ready = self._op.ready(self._here, **self._op.arguments(self._called, args, platform.named(kwargs)))
+            ready = self._op.ready(
+                self._here,
+                **self._op.arguments(self._called, args, platform.named(kwargs)),
+            )
         at = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         by_name = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
         if len(at) + len(by_name) != len(tensors):  # some are in lists
@@ -85,21 +127,34 @@ class Planned:
         if inplace:
             plain = self._here is None and not any(self._moves) and self._called.inplace
             return self._inplace_run() if plain else self.run
-        if not self._single or self._empty or any(changes) or not (self._here is None or ready):
+        if (
+            not self._single
+            or self._empty
+            or any(changes)
+            or not (self._here is None or ready)
+        ):
             return self.run
-        if has_other_than_sum(self._layouts[0]):  # what stands for the result depends on whether it is recorded
+        if has_other_than_sum(
+            self._layouts[0]
+        ):  # what stands for the result depends on whether it is recorded
             return self.run
         only = len(at) == len(args) and not kwargs
         fixed = not any(isinstance(value, float) for value in (*args, *kwargs.values()))
-        return self._simple_run(ready or self._func, None if only else at, by_name, fixed)
+        return self._simple_run(
+            ready or self._func, None if only else at, by_name, fixed
+        )
 
     def _pieces(self, tensors: Sequence[DTensor]) -> list[tuple[Layout, Any]]:
         """(layout, shape) of everything that the local call gets and gives."""
         pairs = zip(tensors, self._moves, strict=True)
-        taken = [(t._layout if move is None else move[0], t._shape) for t, move in pairs]
+        taken = [
+            (t._layout if move is None else move[0], t._shape) for t, move in pairs
+        ]
         return taken + list(zip(self._layouts, self._shapes, strict=True))
 
-    def _simple_run(self, func: Any, at: list[int] | None, by_name: list[str], fixed: bool) -> Run:
+    def _simple_run(
+        self, func: Any, at: list[int] | None, by_name: list[str], fixed: bool
+    ) -> Run:
         """The short way: no tensor changes its layout, none is in a list, and there is one result.
 
         ``at``, ``by_name``: where the tensors are among the arguments; None where there is nothing else. ``fixed``: the
@@ -138,8 +193,16 @@ class Planned:
 
         short = {1: run_one, 2: run_two} if at is None and not routed else {}
         usual = short.get(len(self._moves), run)
-        chosen = _remembering(func, usual) if self._op.view and len(self._moves) == 1 else usual
-        return chosen if fast is None else self._compiled(func, chosen, wrapped, fixed, bool(routed))
+        chosen = (
+            _remembering(func, usual)
+            if self._op.view and len(self._moves) == 1
+            else usual
+        )
+        return (
+            chosen
+            if fast is None
+            else self._compiled(func, chosen, wrapped, fixed, bool(routed))
+        )
 
     def _inplace_run(self) -> Run:
         """The way of a call that changes its first tensor and moves none, for the compiled dispatch."""
@@ -149,11 +212,17 @@ class Planned:
         made.func, made.run, made.inplace = self._func, self.run, True
         return cast(Run, made)
 
-    def _compiled(self, func: Any, run: Run, wrap: Any, fixed: bool, routed: bool) -> Any:
+    def _compiled(
+        self, func: Any, run: Run, wrap: Any, fixed: bool, routed: bool
+    ) -> Any:
         """The same for the compiled dispatch, which leaves to these functions what is not ordinary."""
         made = fast.Plan()
         made.func, made.run, made.wrap = func, run, wrap
-        made.layout, made.shape, made.expected = self._layouts[0], self._shapes[0], self._expected[0]
+        made.layout, made.shape, made.expected = (
+            self._layouts[0],
+            self._shapes[0],
+            self._expected[0],
+        )
         made.fixed, made.view, made.routed = fixed, bool(self._op.view), routed
         return made
 
@@ -188,17 +257,29 @@ class Planned:
         shards = self._shards(tensors)
         following = iter(shards)
         args = replaced(args, following)
-        kwargs = {name: replaced(value, following) for name, value in kwargs.items()} if kwargs else kwargs
+        kwargs = (
+            {name: replaced(value, following) for name, value in kwargs.items()}
+            if kwargs
+            else kwargs
+        )
         func, given = self._func, args
         if self._here is not None:
             kwargs = self._op.arguments(self._called, args, platform.named(kwargs))
             func, given = cast(Any, self._op.local), (self._here,)
-        result = self._call_where_empty(func, given, kwargs) if self._empty else func(*given, **kwargs)
+        result = (
+            self._call_where_empty(func, given, kwargs)
+            if self._empty
+            else func(*given, **kwargs)
+        )
         if self._inplace:
             return tensors[0]
         ties = self._empty and not self._op.view
         # An operator may return an empty operand as it is, where others compute: that counts as a result of its own.
-        if result is tensors[0]._local and self._layouts[0] is tensors[0]._layout and not ties:
+        if (
+            result is tensors[0]._local
+            and self._layouts[0] is tensors[0]._layout
+            and not ties
+        ):
             return tensors[0]
         results = (result,) if self._single else result
         if ties:  # a view is in the graph, and a sum would be none
@@ -227,8 +308,16 @@ class Planned:
         pairs = list(zip(tensors, self._moves, strict=True))
         if MODES.explicit:
             for number, (tensor, move) in enumerate(pairs):
-                check_explicit(self._called.name, tensor, number, move[0] if move is not None else tensor._layout)
-        return [t._local if move is None else local_for(t, move[0], move[1]) for t, move in pairs]
+                check_explicit(
+                    self._called.name,
+                    tensor,
+                    number,
+                    move[0] if move is not None else tensor._layout,
+                )
+        return [
+            t._local if move is None else local_for(t, move[0], move[1])
+            for t, move in pairs
+        ]
 
     def _wrapped(self, local: Any, number: int) -> DTensor:
         if local.shape != self._expected[number]:
@@ -249,7 +338,10 @@ def _takes_elements(called: Called, args: Any) -> bool:
     if called.name != "getitem" or len(args) < 2:
         return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(not (item is None or item is Ellipsis or type(item) in (int, slice)) for item in index)
+    return any(
+        not (item is None or item is Ellipsis or type(item) in (int, slice))
+        for item in index
+    )
 
 
 def _remembering(func: Any, run: Run) -> Run:
@@ -261,7 +353,10 @@ def _remembering(func: Any, run: Run) -> Run:
 
             def again(shard: Any) -> Any:
                 shards = iter([shard])
-                return func(*replaced(args, shards), **{k: replaced(value, shards) for k, value in kwargs.items()})
+                return func(
+                    *replaced(args, shards),
+                    **{k: replaced(value, shards) for k, value in kwargs.items()},
+                )
 
             made._origin = ViewOf(first, again, platform.version_of(first._local))
         return made
@@ -275,7 +370,11 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     An operator may leave out operands of which nothing is there; the ranks that have something would then wait in
     backward for a sum in which this one takes no part. So where any rank has nothing, all ranks do this.
     """
-    return platform.tied(result, operands) if platform.is_floating_point(result) else result
+    return (
+        platform.tied(result, operands)
+        if platform.is_floating_point(result)
+        else result
+    )
 
 
 def _each(shape: Any, layout: Any) -> Any:
@@ -285,7 +384,9 @@ def _each(shape: Any, layout: Any) -> Any:
 class Handled:
     """A call that a function of the table does by itself, by other operators."""
 
-    def __init__(self, op: Operator, called: Called, handler: Callable[..., Any]) -> None:
+    def __init__(
+        self, op: Operator, called: Called, handler: Callable[..., Any]
+    ) -> None:
         self._op, self._called, self._handler = op, called, handler
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
@@ -312,14 +413,25 @@ class Direct:
 class Whole:
     """A call without a rule: on whole tensors, on every rank."""
 
-    def __init__(self, func: Any, called: Called, mesh: Any, inplace: bool, scalars: bool) -> None:
-        self._func, self._called, self._mesh, self._inplace, self._scalars = func, called, mesh, inplace, scalars
+    def __init__(
+        self, func: Any, called: Called, mesh: Any, inplace: bool, scalars: bool
+    ) -> None:
+        self._func, self._called, self._mesh, self._inplace, self._scalars = (
+            func,
+            called,
+            mesh,
+            inplace,
+            scalars,
+        )
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         if MODES.strict and not self._scalars:
             raise OperatorError(
-                coded("HP303", f"{self._called.name}: no rule, and strict mode does not run it on whole tensors")
+                coded(
+                    "HP303",
+                    f"{self._called.name}: no rule, and strict mode does not run it on whole tensors",
+                )
             )
         wholes = []
         for number, tensor in enumerate(tensors):
@@ -330,9 +442,17 @@ class Whole:
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
         before = [_fingerprint(whole) for whole in wholes]
-        result = as_one_device(self._mesh, lambda: self._called_on(wholes, args, kwargs), always_draws=False)
-        for tensor, whole, version in list(zip(tensors, wholes, before, strict=True))[self._inplace :]:
-            if whole is not tensor._local and _fingerprint(whole) != version:  # such as running statistics
+        result = as_one_device(
+            self._mesh,
+            lambda: self._called_on(wholes, args, kwargs),
+            always_draws=False,
+        )
+        for tensor, whole, version in list(zip(tensors, wholes, before, strict=True))[
+            self._inplace :
+        ]:
+            if (
+                whole is not tensor._local and _fingerprint(whole) != version
+            ):  # such as running statistics
                 refuse_copy(self._called.name, tensor)
                 copied_back(tensor, self._wrapped(whole))
         result = platform.apply_to_tensors(self._wrapped, result)
@@ -344,7 +464,10 @@ class Whole:
             given[0] = platform.operator("clone")(given[0])  # in the graph
         following = iter(given)
         args = replaced(args, following)
-        return self._func(*args, **{name: replaced(value, following) for name, value in kwargs.items()})
+        return self._func(
+            *args,
+            **{name: replaced(value, following) for name, value in kwargs.items()},
+        )
 
     def _wrapped(self, local: Any) -> DTensor:
         return on_all_ranks(local, self._mesh)
@@ -370,7 +493,10 @@ class Back:
         func = platform.operator(self._called.name)
         if platform.called(func).inplace:
             raise OperatorError(
-                coded("HP310", f"{self._called.name}: there is no operator that leaves its target alone")
+                coded(
+                    "HP310",
+                    f"{self._called.name}: there is no operator that leaves its target alone",
+                )
             )
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         return copied_back(tensors[0], self._dispatch(func, args, kwargs))
@@ -381,9 +507,20 @@ class Reduced:
     ``of_all``."""
 
     def __init__(
-        self, dispatch: Callable[..., Any], func: Any, called: Called, inplace: bool, *, of_all: bool = False
+        self,
+        dispatch: Callable[..., Any],
+        func: Any,
+        called: Called,
+        inplace: bool,
+        *,
+        of_all: bool = False,
     ) -> None:
-        self._dispatch, self._func, self._called, self._inplace = dispatch, func, called, inplace
+        self._dispatch, self._func, self._called, self._inplace = (
+            dispatch,
+            func,
+            called,
+            inplace,
+        )
         self._of_all = of_all
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
@@ -391,12 +528,20 @@ class Reduced:
         if MODES.explicit:
             for number, tensor in enumerate(tensors):
                 if self._is_reduced(tensor):
-                    check_explicit(self._called.name, tensor, number, tensor._layout.reset_partial())
+                    check_explicit(
+                        self._called.name,
+                        tensor,
+                        number,
+                        tensor._layout.reset_partial(),
+                    )
         given = [self._value(tensor) for tensor in tensors]
         if self._inplace:
             given[0] = tensors[0]
         values = iter(given)
-        args, kwargs = replaced(args, values), {name: replaced(value, values) for name, value in kwargs.items()}
+        args, kwargs = (
+            replaced(args, values),
+            {name: replaced(value, values) for name, value in kwargs.items()},
+        )
         result = self._dispatch(self._func, args, kwargs, self._called)
         if given[0] is not tensors[0] and _is_view(self._called):
             for one in result if isinstance(result, (list, tuple)) else (result,):
@@ -404,7 +549,11 @@ class Reduced:
         return result
 
     def _is_reduced(self, tensor: DTensor) -> bool:
-        return has_other_than_sum(tensor._layout) if self._of_all else waits_for_value(tensor)
+        return (
+            has_other_than_sum(tensor._layout)
+            if self._of_all
+            else waits_for_value(tensor)
+        )
 
     def _value(self, tensor: DTensor) -> DTensor:
         if waits_for_value(tensor) or not self._is_reduced(tensor):
@@ -426,7 +575,9 @@ class Ordered:
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         recorded = any(platform.is_recorded(tensor._local) for tensor in tensors)
-        is_taken = recorded or (self._finite and _may_meet_infinity(tensors, (*args, *kwargs.values())))
+        is_taken = recorded or (
+            self._finite and _may_meet_infinity(tensors, (*args, *kwargs.values()))
+        )
         run = self._reduced if is_taken else self._kept
         return run(tensors, args, kwargs)
 
@@ -436,10 +587,17 @@ LARGE = 65504.0  # the largest number of the smallest floating-point dtype
 
 def _may_meet_infinity(tensors: Sequence[DTensor], arguments: Sequence[Any]) -> bool:
     """Whether a number or a tensor without a pending reduction is, or becomes in the dtype of the others, infinite."""
-    if any(isinstance(value, (int, float)) and not abs(value) <= LARGE for value in arguments):
+    if any(
+        isinstance(value, (int, float)) and not abs(value) <= LARGE
+        for value in arguments
+    ):
         return True
     pending = [tensor for tensor in tensors if has_other_than_sum(tensor._layout)]
-    others = [tensor._local.to(pending[0]._local.dtype) for tensor in tensors if not has_other_than_sum(tensor._layout)]
+    others = [
+        tensor._local.to(pending[0]._local.dtype)
+        for tensor in tensors
+        if not has_other_than_sum(tensor._layout)
+    ]
     return any(bool(platform.operator("isinf")(shard).any()) for shard in others)
 
 
@@ -462,13 +620,20 @@ class Into:
         if any(isinstance(t, DTensor) for t in tensors_in((args, kwargs))):
             results = self._dispatch(self._func, args, kwargs, self._called)
         else:  # such as eye(3, out=x): the same on every rank
-            results = platform.apply_to_tensors(lambda t: replicated(t, targets[0]), self._func(*args, **kwargs))
+            results = platform.apply_to_tensors(
+                lambda t: replicated(t, targets[0]), self._func(*args, **kwargs)
+            )
         found = results if isinstance(results, (list, tuple)) else (results,)
         for target, result in zip(targets, found, strict=True):
             refuse_copy(self._called.name, target)
-            if platform.is_floating_point(result) and not platform.is_floating_point(target):
+            if platform.is_floating_point(result) and not platform.is_floating_point(
+                target
+            ):
                 raise OperatorError(
-                    coded("HP310", f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}")
+                    coded(
+                        "HP310",
+                        f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}",
+                    )
                 )
             copied_back(target, result)
         return out
@@ -478,7 +643,10 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
         raise ValueError(
-            coded("HP310", f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}")
+            coded(
+                "HP310",
+                f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}",
+            )
         )
     hold(target, platform.changed(target._local, local_for(result, target._layout)))
     return target

@@ -22,7 +22,12 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import FusedShard, Placement, Shard
 from hyper_parallel.core.dtensor.routes import local_for
-from hyper_parallel.core.shard.arguments import check_explicit, flat, refuse_copy, replaced
+from hyper_parallel.core.shard.arguments import (
+    check_explicit,
+    flat,
+    refuse_copy,
+    replaced,
+)
 from hyper_parallel.core.shard.binding import flat as bound_tensors
 from hyper_parallel.core.shard.execution import Run, copied_back
 from hyper_parallel.core.shard.ops.indexing import ALL, spread
@@ -36,7 +41,9 @@ from hyper_parallel.platform.transform import chunk_sizes
 platform = get_platform()
 
 # Operators that ask their rank for nothing but the shape of its result.
-SHAPED = "broadcast_to expand flatten narrow ravel reshape squeeze unflatten unsqueeze view"
+SHAPED = (
+    "broadcast_to expand flatten narrow ravel reshape squeeze unflatten unsqueeze view"
+)
 # Operators that do it all by themselves, and are right for every layout.
 ANY_LAYOUT = (
     "contiguous copy zero zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor "
@@ -57,12 +64,19 @@ def any_fused(tensors: Sequence[DTensor]) -> bool:
 def unfused(layouts: Sequence[Any]) -> list[Any]:
     """The layouts of operands with each dim cut as one."""
     return [
-        tuple(one.unfused() for one in item) if isinstance(item, tuple) else item and item.unfused() for item in layouts
+        tuple(one.unfused() for one in item)
+        if isinstance(item, tuple)
+        else item and item.unfused()
+        for item in layouts
     ]
 
 
 def with_sections(
-    op: Operator, bound: BoundRule, made: OpPlan | None, layouts: Sequence[Any], inplace: bool
+    op: Operator,
+    bound: BoundRule,
+    made: OpPlan | None,
+    layouts: Sequence[Any],
+    inplace: bool,
 ) -> OpPlan | None:
     """The plan with sections where they can stay; None where the target of a change in place could not stay."""
     if made is None:
@@ -87,7 +101,11 @@ def _cuts(
     for tensor, layout in pairs:
         for axis, placement in layout.fused.items():
             name = made.choices[axis].factor
-            if name is not None and tensor.dims[placement.dim] == (name,) and _any_order(bound, made, name):
+            if (
+                name is not None
+                and tensor.dims[placement.dim] == (name,)
+                and _any_order(bound, made, name)
+            ):
                 found.setdefault(axis, (name, placement.sections))
     return found
 
@@ -96,14 +114,23 @@ def _any_order(bound: BoundRule, made: OpPlan, name: str) -> bool:
     """Whether the order of a factor's elements is all the same: it is a dim by itself, and cut by one axis."""
     factor = bound.factor(name)
     equal_parts = not factor.kept and bound.rule.reduce == "avg"
-    dims = [dim for tensor in bound_tensors((*bound.operands, *bound.results)) for dim in tensor.dims if name in dim]
+    dims = [
+        dim
+        for tensor in bound_tensors((*bound.operands, *bound.results))
+        for dim in tensor.dims
+        if name in dim
+    ]
     alone = all(dim == (name,) for dim in dims) and len(made.orders[name]) == 1
     return alone and not (factor.looked_up or equal_parts)
 
 
-def _cut_so(tensors: Any, layouts: Any, cuts: dict[int, tuple[str, tuple[int, ...]]]) -> Any:
+def _cut_so(
+    tensors: Any, layouts: Any, cuts: dict[int, tuple[str, tuple[int, ...]]]
+) -> Any:
     if isinstance(layouts, tuple):
-        return tuple(_cut_so(*pair, cuts) for pair in zip(tensors, layouts, strict=True))
+        return tuple(
+            _cut_so(*pair, cuts) for pair in zip(tensors, layouts, strict=True)
+        )
     if layouts is None or not cuts:
         return layouts
     placements = list(layouts.placements)
@@ -117,12 +144,18 @@ def _cut_so(tensors: Any, layouts: Any, cuts: dict[int, tuple[str, tuple[int, ..
 # --- taken apart
 
 
-def taken_apart(called: Called, bound: BoundRule, arguments: dict[str, Any]) -> Run | None:
+def taken_apart(
+    called: Called, bound: BoundRule, arguments: dict[str, Any]
+) -> Run | None:
     """The way for a view that leads along the borders of sections; None for any other."""
     find, tensor = _VIEWS.get(called.name), arguments.get("input")
     if find is None or not isinstance(tensor, DTensor):
         return None
-    others = {name: value for name, value in arguments.items() if name not in ("input", "shape")}
+    others = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("input", "shape")
+    }
     for axis, placement in tensor._layout.fused.items():
         found = find(_Cut(tensor, axis, placement), bound.result_shapes[0], **others)
         if found is not None:
@@ -144,9 +177,14 @@ class _Cut:
     def is_along(self, dim: int) -> bool:
         return dim % len(self.shape) == self.dim
 
-    def parts(self, sizes: Sequence[int]) -> list[tuple[Layout, tuple[int, ...], int]] | None:
+    def parts(
+        self, sizes: Sequence[int]
+    ) -> list[tuple[Layout, tuple[int, ...], int]] | None:
         """(layout, shape, this rank's size) of parts of these sizes; None unless they end where sections end."""
-        stops, borders = list(itertools.accumulate(sizes)), [0, *itertools.accumulate(self.sections)]
+        stops, borders = (
+            list(itertools.accumulate(sizes)),
+            [0, *itertools.accumulate(self.sections)],
+        )
         if min(sizes) < 0 or stops[-1] != borders[-1] or not set(stops) <= set(borders):
             return None
         found = []
@@ -157,13 +195,17 @@ class _Cut:
             found.append((self._layout_with(placement), shape, sum(self.own[within])))
         return found
 
-    def unflattened(self, sizes: Sequence[int]) -> tuple[Layout, tuple[int, ...]] | None:
+    def unflattened(
+        self, sizes: Sequence[int]
+    ) -> tuple[Layout, tuple[int, ...]] | None:
         """(layout, shape) with the dim as these: as (sections, size of one, ...), or (heads of all, size of one)."""
         shape = (*self.shape[: self.dim], *sizes, *self.shape[self.dim + 1 :])
         sections = [size for size in self.sections if size]
         at = next((i for i, size in enumerate(sizes) if i and size != 1), 1)
         inner = math.prod(sizes[1:])
-        if set(sections) == {inner} and self._is_cut_alike([sizes[at]], inner // sizes[at]):
+        if set(sections) == {inner} and self._is_cut_alike(
+            [sizes[at]], inner // sizes[at]
+        ):
             return self._layout_with(Shard(self.dim + at), len(sizes) - 1), shape
         heads = [size // inner for size in sections if size % inner == 0]
         if len(heads) == len(sections) and self._is_cut_alike(heads, inner):
@@ -172,13 +214,20 @@ class _Cut:
 
     def _is_cut_alike(self, outer: Sequence[int], inner: int) -> bool:
         """Whether cutting merged dims is cutting the outer one."""
-        cuts = ((chunk_sizes(size, self.ranks), chunk_sizes(size * inner, self.ranks)) for size in outer)
-        return all([piece * inner for piece in pieces] == merged for pieces, merged in cuts)
+        cuts = (
+            (chunk_sizes(size, self.ranks), chunk_sizes(size * inner, self.ranks))
+            for size in outer
+        )
+        return all(
+            [piece * inner for piece in pieces] == merged for pieces, merged in cuts
+        )
 
     def _layout_with(self, placement: Placement, more: int = 0) -> Layout:
         """The layout with another placement of the axis, and ``more`` dims after this one."""
         placements: list[Placement] = [
-            replace(p, dim=p.dim + more) if isinstance(p, Shard) and p.dim > self.dim else p
+            replace(p, dim=p.dim + more)
+            if isinstance(p, Shard) and p.dim > self.dim
+            else p
             for p in self.layout.placements
         ]
         placements[self.axis] = placement
@@ -199,7 +248,9 @@ def _viewed(base: DTensor, local: Any, layout: Layout, shape: Sequence[int]) -> 
 
 
 def _split(cut: _Cut, shapes: Any, dim: int = 0, **_: Any) -> Run | None:
-    parts = cut.parts([shape[cut.dim] for shape in shapes]) if cut.is_along(dim) else None
+    parts = (
+        cut.parts([shape[cut.dim] for shape in shapes]) if cut.is_along(dim) else None
+    )
     if parts is None:
         return None
     split, sizes = platform.operator("split_with_sizes"), [size for *_, size in parts]
@@ -207,12 +258,21 @@ def _split(cut: _Cut, shapes: Any, dim: int = 0, **_: Any) -> Run | None:
     def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001 - as every other way
         (tensor,) = tensors
         pairs = zip(split(tensor._local, sizes, cut.dim), parts, strict=True)
-        return tuple(_viewed(tensor, local, layout, shape) for local, (layout, shape, _) in pairs)
+        return tuple(
+            _viewed(tensor, local, layout, shape) for local, (layout, shape, _) in pairs
+        )
 
     return run
 
 
-def _narrow(cut: _Cut, shape: Any, dim: int, start: int, length: int, **_: Any) -> Run | None:  # noqa: ARG001 - as others
+def _narrow(
+    cut: _Cut,
+    shape: Any,  # noqa: ARG001 - as others
+    dim: int,
+    start: int,
+    length: int,
+    **_: Any,
+) -> Run | None:
     if not cut.is_along(dim):
         return None
     return _taken(cut, start + cut.shape[cut.dim] if start < 0 else start, length)
@@ -264,7 +324,9 @@ def _reshaped(cut: _Cut, shape: tuple[int, ...], way: str) -> Run | None:
     local = layout.local_shape(first)[cut.dim : cut.dim + len(sizes)]
 
     def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001 - as every other way
-        made = _viewed(tensors[0], tensors[0]._local.unflatten(cut.dim, local), layout, first)
+        made = _viewed(
+            tensors[0], tensors[0]._local.unflatten(cut.dim, local), layout, first
+        )
         return made if first == shape else getattr(made, way)(shape)
 
     return run
@@ -296,7 +358,9 @@ _VIEWS: dict[str, Callable[..., Run | None]] = {
 def for_any_layout(called: Called, run: Run) -> Run:
     """A way that knows nothing of sections, for tensors that may have some."""
     op = OPERATORS.get(called.name)
-    if called.name in ANY_LAYOUT.split() or (op is not None and op.lists):  # lists are shard by shard
+    if called.name in ANY_LAYOUT.split() or (
+        op is not None and op.lists
+    ):  # lists are shard by shard
         return run
     return Unfused(called, run).run
 
@@ -309,20 +373,32 @@ class Unfused:
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
-        changes = self._called.inplace or kwargs.get("inplace") is True or self._called.name == "setitem"
+        changes = (
+            self._called.inplace
+            or kwargs.get("inplace") is True
+            or self._called.name == "setitem"
+        )
         if changes:
             refuse_copy(self._called.name, tensors[0])
-        given = [self._cut_as_one(number, tensor) for number, tensor in enumerate(tensors)]
+        given = [
+            self._cut_as_one(number, tensor) for number, tensor in enumerate(tensors)
+        ]
         before = [platform.version_of(tensor._local) for tensor in given]
         if not changes:
             for tensor, one in zip(tensors, given, strict=True):
-                one._copy_of = one._copy_of if one is tensor else self._called.name  # what a view of it would be
+                one._copy_of = (
+                    one._copy_of if one is tensor else self._called.name
+                )  # what a view of it would be
         following = iter(given)
         args = replaced(args, following)
         kwargs = {name: replaced(value, following) for name, value in kwargs.items()}
         result = self._run(given, args, kwargs)
         for tensor, one, version in zip(tensors, given, before, strict=True):
-            changed = changes if version is None else platform.version_of(one._local) != version
+            changed = (
+                changes
+                if version is None
+                else platform.version_of(one._local) != version
+            )
             if one is not tensor and changed:
                 refuse_copy(self._called.name, tensor)
                 copied_back(tensor, one)

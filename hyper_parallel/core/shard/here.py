@@ -37,14 +37,23 @@ class Here:
         self.plan = plan
         self._sizes = {factor.name: factor.size for factor in bound.factors}
         self._spans = {
-            name: cut(self._sizes[name], [(mesh_shape[axis], place[axis]) for axis in axes])
+            name: cut(
+                self._sizes[name], [(mesh_shape[axis], place[axis]) for axis in axes]
+            )
             for name, axes in plan.orders.items()
         }
         self._mesh_shape = tuple(mesh_shape)
         self._operands = bound.operands
         self._shapes: dict[int, tuple[int, ...]] = {}
-        gone = [factor.name for factor in bound.factors if factor.name in self._spans and not factor.kept]
-        self.share = math.prod(self.size(name) / self.whole(name) if self.whole(name) else 1.0 for name in gone)
+        gone = [
+            factor.name
+            for factor in bound.factors
+            if factor.name in self._spans and not factor.kept
+        ]
+        self.share = math.prod(
+            self.size(name) / self.whole(name) if self.whole(name) else 1.0
+            for name in gone
+        )
 
     def whole(self, name: str) -> int:
         """The size of a factor."""
@@ -65,7 +74,9 @@ class Here:
     def shape(self, result: int = 0) -> tuple[int, ...]:
         """The shape of this rank's piece of a result."""
         if result not in self._shapes:  # views ask at every call
-            self._shapes[result] = self.plan.results[result].local_shape(self.plan.shapes[result], self.place)
+            self._shapes[result] = self.plan.results[result].local_shape(
+                self.plan.shapes[result], self.place
+            )
         return self._shapes[result]
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:

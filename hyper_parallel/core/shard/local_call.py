@@ -37,20 +37,41 @@ def run_between(
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     used = _used_axes([*layouts, *outputs])
-    locals_ = [local_for(t, *_route(t, layout, used)) for t, layout in zip(tensors, layouts, strict=True)]
+    locals_ = [
+        local_for(t, *_route(t, layout, used))
+        for t, layout in zip(tensors, layouts, strict=True)
+    ]
     for shard in locals_:
         platform.note_shown(shard)
     shards = iter(locals_)
-    made = function(*replaced(args, shards), **{name: replaced(value, shards) for name, value in kwargs.items()})
-    even = all(is_even(t._shape, layout or t._layout) for t, layout in zip(tensors, layouts, strict=True))
+    made = function(
+        *replaced(args, shards),
+        **{name: replaced(value, shards) for name, value in kwargs.items()},
+    )
+    even = all(
+        is_even(t._shape, layout or t._layout)
+        for t, layout in zip(tensors, layouts, strict=True)
+    )
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
     if len(outputs) != len(found):
         raise ValueError(
-            coded("HP308", f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}")
+            coded(
+                "HP308",
+                f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}",
+            )
         )
-    wrapped = [wrap_result(name, value, layout, even) for value, layout in zip(found, outputs, strict=True)]
-    return type(made)(wrapped) if several and type(made) in (list, tuple) else tuple(wrapped) if several else wrapped[0]
+    wrapped = [
+        wrap_result(name, value, layout, even)
+        for value, layout in zip(found, outputs, strict=True)
+    ]
+    return (
+        type(made)(wrapped)
+        if several and type(made) in (list, tuple)
+        else tuple(wrapped)
+        if several
+        else wrapped[0]
+    )
 
 
 def _used_axes(layouts: Sequence[Any]) -> set[int]:
@@ -63,15 +84,23 @@ def _used_axes(layouts: Sequence[Any]) -> set[int]:
     }
 
 
-def _route(tensor: DTensor, layout: Layout | None, used: set[int]) -> tuple[Layout, tuple[int, ...]]:
+def _route(
+    tensor: DTensor, layout: Layout | None, used: set[int]
+) -> tuple[Layout, tuple[int, ...]]:
     layout = tensor._layout if layout is None else layout.bind(len(tensor._shape))
-    return layout, tuple(axis for axis in sorted(used) if layout.placements[axis].is_replicate())
+    return layout, tuple(
+        axis for axis in sorted(used) if layout.placements[axis].is_replicate()
+    )
 
 
 def is_even(shape: Sequence[int], layout: Layout) -> bool:
     """Whether all ranks have shards of one shape."""
     bound = layout.bind(len(shape))
-    pieces = [(size, bound.mesh_shape[axis]) for axis, p in bound.fused.items() for size in p.sections]
+    pieces = [
+        (size, bound.mesh_shape[axis])
+        for axis, p in bound.fused.items()
+        for size in p.sections
+    ]
     pieces += [(size, bound.get_dim_split_num(dim)) for dim, size in enumerate(shape)]
     return all(size % count == 0 for size, count in pieces)
 
@@ -82,14 +111,20 @@ def wrap_result(name: str, value: Any, layout: Layout | None, even: bool) -> Any
         return value
     layout = layout.bind(len(value.shape))
     told = even and not layout.is_fused  # sections must be as long as they say
-    shape = layout.get_global_shape(value.shape) if told else _agreed_shape(name, value.shape, layout)
+    shape = (
+        layout.get_global_shape(value.shape)
+        if told
+        else _agreed_shape(name, value.shape, layout)
+    )
     return DTensor(value, layout, shape)
 
 
 def _agreed_shape(name: str, local: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """The shape of the whole when shards differ: every rank tells its own."""
     everyone: list[Any] = [None] * math.prod(layout.mesh_shape)
-    platform.all_gather_object(everyone, tuple(local), platform.create_group(layout.rank_list))
+    platform.all_gather_object(
+        everyone, tuple(local), platform.create_group(layout.rank_list)
+    )
     shapes = dict(zip(sorted(layout.rank_list), everyone, strict=True))
     own = layout.mesh.own_coordinate(name)
     whole = []
@@ -97,11 +132,18 @@ def _agreed_shape(name: str, local: Sequence[int], layout: Layout) -> tuple[int,
         line = [
             rank
             for rank in layout.rank_list
-            if all(at == own[a] for a, at in enumerate(layout.mesh.coordinate_of(rank) or ()) if a not in axes)
+            if all(
+                at == own[a]
+                for a, at in enumerate(layout.mesh.coordinate_of(rank) or ())
+                if a not in axes
+            )
         ]
         whole.append(sum(shapes[rank][dim] for rank in line))
     expected = layout.local_shape(whole)
-    if any(layout.local_shape(whole, layout.mesh.coordinate_of(rank)) != shapes[rank] for rank in shapes):
+    if any(
+        layout.local_shape(whole, layout.mesh.coordinate_of(rank)) != shapes[rank]
+        for rank in shapes
+    ):
         raise ValueError(
             coded(
                 "HP308",

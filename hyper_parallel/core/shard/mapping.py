@@ -64,7 +64,9 @@ def local_map(
         if not tensors:
             return made
         mesh = device_mesh if device_mesh is not None else tensors[0].device_mesh
-        return call.wrap(made, mesh, out_placements, even=all(even for _, even in taken))
+        return call.wrap(
+            made, mesh, out_placements, even=all(even for _, even in taken)
+        )
 
     return wrapped
 
@@ -72,16 +74,28 @@ def local_map(
 class _Call:
     """What a function was mapped with."""
 
-    def __init__(self, func: Any, in_placements: Any, in_grad_placements: Any, redistribute: bool) -> None:
+    def __init__(
+        self, func: Any, in_placements: Any, in_grad_placements: Any, redistribute: bool
+    ) -> None:
         self.name = f"local_map({getattr(func, '__name__', func)})"
-        self._placements, self._grads, self._redistribute = in_placements, in_grad_placements, redistribute
+        self._placements, self._grads, self._redistribute = (
+            in_placements,
+            in_grad_placements,
+            redistribute,
+        )
 
     def check_count(self, count: int) -> None:
         """An error where the placements are not those of so many arguments."""
-        for what, given in (("in_placements", self._placements), ("in_grad_placements", self._grads)):
+        for what, given in (
+            ("in_placements", self._placements),
+            ("in_grad_placements", self._grads),
+        ):
             if given is not None and len(given) != count:
                 raise ValueError(
-                    coded("HP317", f"{self.name}: expected {what} for {count} arguments, got {len(given)}: {given}")
+                    coded(
+                        "HP317",
+                        f"{self.name}: expected {what} for {count} arguments, got {len(given)}: {given}",
+                    )
                 )
 
     def take(self, number: int, value: Any) -> tuple[Any, bool]:
@@ -133,7 +147,9 @@ class _Call:
 
     def wrap(self, made: Any, mesh: DeviceMesh, placements: Any, *, even: bool) -> Any:
         """The results of the function as distributed tensors."""
-        several = isinstance(placements, tuple) and not any(isinstance(one, Placement) for one in placements)
+        several = isinstance(placements, tuple) and not any(
+            isinstance(one, Placement) for one in placements
+        )
         expected = placements if several else (placements,)
         found = _leaves(made)
         if len(found) != len(expected):
@@ -144,7 +160,9 @@ class _Call:
                 )
             )
         for number, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-            if isinstance(value, DTensor) or (wanted is not None and not platform.is_tensor(value)):
+            if isinstance(value, DTensor) or (
+                wanted is not None and not platform.is_tensor(value)
+            ):
                 raise TypeError(
                     coded(
                         "HP308",
@@ -152,13 +170,25 @@ class _Call:
                         f"{type(value).__name__}",
                     )
                 )
-        layouts = (_layout(mesh, wanted, value) for wanted, value in zip(expected, found, strict=True))
-        results = iter([wrap_result(self.name, *pair, even) for pair in zip(found, layouts, strict=True)])
+        layouts = (
+            _layout(mesh, wanted, value)
+            for wanted, value in zip(expected, found, strict=True)
+        )
+        results = iter(
+            [
+                wrap_result(self.name, *pair, even)
+                for pair in zip(found, layouts, strict=True)
+            ]
+        )
         return platform.tree_map(lambda _: next(results), made)
 
 
 def _layout(mesh: DeviceMesh, placements: Any, value: Any) -> Layout | None:
-    return layout_of(mesh, placements, len(value.shape)) if platform.is_tensor(value) else None
+    return (
+        layout_of(mesh, placements, len(value.shape))
+        if platform.is_tensor(value)
+        else None
+    )
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -26,7 +26,9 @@ LOOKED_UP = "@"
 REST = "..."
 ADDED = "+"
 
-_TOKEN = re.compile(r"\s*(?:(\.\.\.|->|[A-Za-z_]\w*|\d+|[,+!@(){}\[\]=])|$|(\S))", re.ASCII)
+_TOKEN = re.compile(
+    r"\s*(?:(\.\.\.|->|[A-Za-z_]\w*|\d+|[,+!@(){}\[\]=])|$|(\S))", re.ASCII
+)
 _END = ""
 
 
@@ -71,7 +73,9 @@ class Merged:
     """``(h g)``: one dim of h * g, in which h is the outer factor."""
 
     factors: tuple[str, ...]
-    whole: tuple[str, ...] = ()  # those marked "!": where the outer ones have size one, they could be cut
+    whole: tuple[
+        str, ...
+    ] = ()  # those marked "!": where the outer ones have size one, they could be cut
     mark: ClassVar[str] = ""
 
     def __str__(self) -> str:
@@ -126,12 +130,27 @@ class Notation:
     marks: dict[str, str] = field(init=False, compare=False)  # of every marked factor
 
     def __post_init__(self) -> None:
-        dims = [dim for tensor in (*self.operands, *self.results) for dim in tensor.dims]
-        object.__setattr__(self, "marks", {name: dim.mark for dim in dims for name in dim.factors if dim.mark})
-        self.marks.update({name: WHOLE for dim in dims if isinstance(dim, Merged) for name in dim.whole})
+        dims = [
+            dim for tensor in (*self.operands, *self.results) for dim in tensor.dims
+        ]
+        object.__setattr__(
+            self,
+            "marks",
+            {name: dim.mark for dim in dims for name in dim.factors if dim.mark},
+        )
+        self.marks.update(
+            {
+                name: WHOLE
+                for dim in dims
+                if isinstance(dim, Merged)
+                for name in dim.whole
+            }
+        )
 
     def __str__(self) -> str:
-        left, right = (", ".join(map(str, side)).rstrip() for side in (self.operands, self.results))
+        left, right = (
+            ", ".join(map(str, side)).rstrip() for side in (self.operands, self.results)
+        )
         return f"{left} -> {right}".strip()
 
 
@@ -167,11 +186,15 @@ class _Reader:
 
     def _tensor(self, in_results: bool) -> Tensor:
         if in_results and self._token == ADDED:
-            raise self._error("'+' marks an operand that is added; a result cannot have it")
+            raise self._error(
+                "'+' marks an operand that is added; a result cannot have it"
+            )
         added, listed = self._accept(ADDED), self._accept("[")
         dims = self._dims()
         if listed:
-            self._expect("]", "a dim or ']' (one pattern stands for all tensors of a list)")
+            self._expect(
+                "]", "a dim or ']' (one pattern stands for all tensors of a list)"
+            )
         return Tensor(dims, added, listed)
 
     def _dims(self) -> tuple[Dim, ...]:
@@ -216,7 +239,9 @@ class _Reader:
         if mark not in (WHOLE, LOOKED_UP):
             return ""
         if name and self._marks.setdefault(name, mark) != mark:
-            raise self._error(f"factor {name} is marked {self._marks[name]!r} before; a factor has one mark")
+            raise self._error(
+                f"factor {name} is marked {self._marks[name]!r} before; a factor has one mark"
+            )
         self._advance()
         return mark
 
@@ -239,7 +264,9 @@ class _Reader:
 
     def _advance(self) -> None:
         match = _TOKEN.match(self._text, self._next)
-        assert match is not None  # the last alternatives take any character, and the end
+        assert (
+            match is not None
+        )  # the last alternatives take any character, and the end
         self._token = match[1] or match[2] or _END
         self._position = match.end() - len(self._token)
         self._next = match.end()
@@ -258,10 +285,14 @@ def from_equation(equation: str) -> str:
     for match in re.finditer(r"\.\.\.|->(?!.*->)|[A-Za-z,\s]|(->|.)", equation):
         if match[1]:
             expected = "a letter, '...', ',' or one '->'"
-            raise NotationError(equation, match.start(), f"expected {expected}, got {match[1]!r}")
+            raise NotationError(
+                equation, match.start(), f"expected {expected}, got {match[1]!r}"
+            )
     left, arrow, right = equation.partition("->")
     if not arrow:
         letters = [c for c in left if c.isalpha()]
-        right = (REST if REST in left else "") + "".join(sorted(c for c in letters if letters.count(c) == 1))
+        right = (REST if REST in left else "") + "".join(
+            sorted(c for c in letters if letters.count(c) == 1)
+        )
     spaced = [re.sub(r"(\.\.\.|[A-Za-z])\s*", r"\1 ", side) for side in (left, right)]
     return str(parse("->".join(spaced)))

@@ -30,20 +30,30 @@ class OpPlan:
     operands: tuple[Any, ...]  # the layout that each operand must have
     results: tuple[Any, ...]  # the layout that each result has
     shapes: tuple[Any, ...]  # the global shape of each result
-    routes: tuple[Any, ...]  # for each operand the axes on which its gradient must be summed
+    routes: tuple[
+        Any, ...
+    ]  # for each operand the axes on which its gradient must be summed
     choices: tuple[Choice, ...]  # what each axis does
-    orders: dict[str, list[int]]  # for each factor that is cut the axes that cut it, outermost first
+    orders: dict[
+        str, list[int]
+    ]  # for each factor that is cut the axes that cut it, outermost first
 
     def __str__(self) -> str:
         return "; ".join(str(choice) for choice in self.choices)
 
 
-_KNOWN: dict[Any, Any] = {}  # the choices, which stay alive with it, and the layouts that they lead to
+_KNOWN: dict[
+    Any, Any
+] = {}  # the choices, which stay alive with it, and the layouts that they lead to
 _MOST_KNOWN = 1 << 14
 
 
 def propagate(
-    bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None = None, *, inplace: bool = False
+    bound: BoundRule,
+    layouts: Sequence[Any],
+    itemsizes: Sequence[int] | None = None,
+    *,
+    inplace: bool = False,
 ) -> OpPlan | None:
     """The plan for operands of these layouts: one a tensor, a tuple for a list, None for an absent operand.
 
@@ -63,10 +73,21 @@ def propagate(
     return made if stays else None
 
 
-def plan_for(bound: BoundRule, chosen: Sequence[Choice], mesh: DeviceMesh, orders: dict[str, list[int]]) -> OpPlan:
+def plan_for(
+    bound: BoundRule,
+    chosen: Sequence[Choice],
+    mesh: DeviceMesh,
+    orders: dict[str, list[int]],
+) -> OpPlan:
     """The plan when each axis does what was chosen for it; ``orders``: for each factor its axes, outermost first."""
     # The choices of calls that differ in sizes only are the same objects.
-    key = (mesh, *((id(choice), tuple(orders.get(choice.factor or "", ()))) for choice in chosen))
+    key = (
+        mesh,
+        *(
+            (id(choice), tuple(orders.get(choice.factor or "", ())))
+            for choice in chosen
+        ),
+    )
     known = _KNOWN.get(key)
     if known is None:
         sides = _Sides(mesh, orders)
@@ -94,7 +115,10 @@ class _Sides:
         return tuple(
             None
             if item is None
-            else tuple(self._layout(t, [axis[i][j] for axis in places]) for j, t in enumerate(item))
+            else tuple(
+                self._layout(t, [axis[i][j] for axis in places])
+                for j, t in enumerate(item)
+            )
             if isinstance(item, tuple)
             else self._layout(item, [axis[i] for axis in places])
             for i, item in enumerate(tensors)
@@ -105,23 +129,38 @@ class _Sides:
         for dim, factors in enumerate(tensor.dims):
             cutting = [axis for axis, place in enumerate(places) if place.dim == dim]
             for factor in factors:
-                dim_axes[dim] += [axis for axis in self.orders.get(factor, []) if axis in cutting]
-        placements = placements_of(dim_axes, [place.op for place in places], self.mesh.mesh_shape)
-        return Layout.from_device_mesh(self.mesh)(list(placements)).bind(len(tensor.dims))
+                dim_axes[dim] += [
+                    axis for axis in self.orders.get(factor, []) if axis in cutting
+                ]
+        placements = placements_of(
+            dim_axes, [place.op for place in places], self.mesh.mesh_shape
+        )
+        return Layout.from_device_mesh(self.mesh)(list(placements)).bind(
+            len(tensor.dims)
+        )
 
 
 class _Call:
     """One call while its axes are decided."""
 
-    def __init__(self, bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None) -> None:
+    def __init__(
+        self, bound: BoundRule, layouts: Sequence[Any], itemsizes: Sequence[int] | None
+    ) -> None:
         self._bound = bound
         self._tensors = _pairs(bound.operands, layouts)
-        self._sizes = list(itemsizes) if itemsizes is not None else [4] * len(self._tensors)
+        self._sizes = (
+            list(itemsizes) if itemsizes is not None else [4] * len(self._tensors)
+        )
         self.mesh = _one_mesh(bound, [layout for _, layout in self._tensors])
         self._places = [_places(layout) for _, layout in self._tensors]
         start = (0,) * self.mesh.ndim
-        shards = (layout.local_shape(tensor.shape, start) for tensor, layout in self._tensors)
-        self._nbytes = [math.prod(shape) * size for shape, size in zip(shards, self._sizes, strict=True)]
+        shards = (
+            layout.local_shape(tensor.shape, start) for tensor, layout in self._tensors
+        )
+        self._nbytes = [
+            math.prod(shape) * size
+            for shape, size in zip(shards, self._sizes, strict=True)
+        ]
 
     @property
     def first(self) -> Layout:
@@ -135,7 +174,9 @@ class _Call:
         for axis in range(self.mesh.ndim):
             allowed = [c for c in choices if not inplace or self._stays(axis, c)]
             ranked = sorted(allowed, key=lambda choice: self._cost(axis, choice))
-            found = next((choice for choice in ranked if self._fits([*chosen, choice])), None)
+            found = next(
+                (choice for choice in ranked if self._fits([*chosen, choice])), None
+            )
             if found is None:
                 return None
             chosen.append(found)
@@ -147,7 +188,12 @@ class _Call:
     def orders(self, chosen: Sequence[Choice]) -> dict[str, list[int]]:
         """For each factor the axes that cut it, outermost first: as an operand has it already, else as the mesh has."""
         factors = {choice.factor for choice in chosen if choice.factor is not None}
-        return {name: self._order(name, [a for a, c in enumerate(chosen) if c.factor == name]) for name in factors}
+        return {
+            name: self._order(
+                name, [a for a, c in enumerate(chosen) if c.factor == name]
+            )
+            for name in factors
+        }
 
     def _order(self, factor: str, axes: list[int]) -> list[int]:
         for tensor, layout in self._tensors:
@@ -157,10 +203,16 @@ class _Call:
         return axes
 
     def _fits(self, chosen: Sequence[Choice]) -> bool:
-        if not all(commute(p.op for p in places) for places in zip(*(_flat(c.results) for c in chosen), strict=True)):
+        if not all(
+            commute(p.op for p in places)
+            for places in zip(*(_flat(c.results) for c in chosen), strict=True)
+        ):
             return False  # reductions that do not commute
         shape = self.mesh.mesh_shape
-        return all(self._bound.fits(f, *(shape[a] for a in axes)) for f, axes in self.orders(chosen).items())
+        return all(
+            self._bound.fits(f, *(shape[a] for a in axes))
+            for f, axes in self.orders(chosen).items()
+        )
 
     def _cost(self, axis: int, choice: Choice) -> tuple[int, int, int]:
         """(bytes moved, operands changed, dims cut again) to put every operand where the choice wants it on an axis."""
@@ -171,7 +223,9 @@ class _Call:
             if have is not place and have != place:
                 nbytes += _moved(have, place, self._nbytes[number], ranks)
                 changed += 1
-                nested += place.dim is not None and bool(self._tensors[number][1].dim_axes[place.dim])
+                nested += place.dim is not None and bool(
+                    self._tensors[number][1].dim_axes[place.dim]
+                )
         return nbytes, changed, nested
 
 
@@ -197,7 +251,12 @@ def _places(layout: Layout) -> tuple[Place, ...]:
 
 
 def _flat(places: Any) -> list[Any]:
-    return [p for item in places if item is not None for p in (item if isinstance(item, tuple) else (item,))]
+    return [
+        p
+        for item in places
+        if item is not None
+        for p in (item if isinstance(item, tuple) else (item,))
+    ]
 
 
 def _pairs(tensors: Any, layouts: Sequence[Any]) -> list[tuple[BoundTensor, Layout]]:
@@ -205,7 +264,11 @@ def _pairs(tensors: Any, layouts: Sequence[Any]) -> list[tuple[BoundTensor, Layo
         pair
         for item, given in zip(tensors, layouts, strict=True)
         if item is not None
-        for pair in (zip(item, given, strict=True) if isinstance(item, tuple) else [(item, given)])
+        for pair in (
+            zip(item, given, strict=True)
+            if isinstance(item, tuple)
+            else [(item, given)]
+        )
     ]
 
 
@@ -214,7 +277,9 @@ def _checked(bound: BoundRule, layouts: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for item, given in zip(bound.operands, layouts, strict=True):
         if isinstance(item, tuple):
-            found.append(tuple(one.bind(len(t.dims)) for t, one in zip(item, given, strict=True)))
+            found.append(
+                tuple(one.bind(len(t.dims)) for t, one in zip(item, given, strict=True))
+            )
         else:
             found.append(None if item is None else given.bind(len(item.dims)))
     return found
@@ -223,7 +288,10 @@ def _checked(bound: BoundRule, layouts: Sequence[Any]) -> list[Any]:
 def _one_mesh(bound: BoundRule, layouts: Sequence[Layout]) -> Any:
     meshes = {layout.mesh for layout in layouts}
     if len(meshes) != 1:
-        bound.rule.require(False, f"the operands must lie on one mesh, they lie on {sorted(map(str, meshes))}")
+        bound.rule.require(
+            False,
+            f"the operands must lie on one mesh, they lie on {sorted(map(str, meshes))}",
+        )
     return next(iter(meshes))
 
 
@@ -231,12 +299,16 @@ def _summed_axes(operands: Any, places: Sequence[Any]) -> tuple[Any, ...]:
     """For each operand the axes on which every rank gets a part of the gradient."""
 
     def axes_of(at: Any) -> tuple[int, ...]:
-        return tuple(axis for axis, choice in enumerate(places) if at(choice).op == "sum")
+        return tuple(
+            axis for axis, choice in enumerate(places) if at(choice).op == "sum"
+        )
 
     return tuple(
         None
         if item is None
-        else tuple(axes_of(lambda choice, i=i, j=j: choice[i][j]) for j in range(len(item)))
+        else tuple(
+            axes_of(lambda choice, i=i, j=j: choice[i][j]) for j in range(len(item))
+        )
         if isinstance(item, tuple)
         else axes_of(lambda choice, i=i: choice[i])
         for i, item in enumerate(operands)

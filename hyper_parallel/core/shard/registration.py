@@ -54,7 +54,9 @@ def register_sharding(op: Any) -> Callable[[Shardings], Shardings]:
                         "give it a rule by operator() instead",
                     )
                 )
-            operator(called.name, "*args", direct=_Registered(called.name, shardings).run)
+            operator(
+                called.name, "*args", direct=_Registered(called.name, shardings).run
+            )
         return shardings
 
     return register
@@ -73,7 +75,10 @@ class _Registered:
         options = self._options(tensors, args, kwargs)
         best: tuple[int, Any] | None = None
         for chosen in itertools.product(options, repeat=mesh.ndim):
-            layouts = [_operand(mesh, tensor, index, chosen) for index, tensor in enumerate(tensors)]
+            layouts = [
+                _operand(mesh, tensor, index, chosen)
+                for index, tensor in enumerate(tensors)
+            ]
             cost = _cost(tensors, layouts)
             if cost is not None and (best is None or cost < best[0]):
                 best = cost, (layouts, chosen)
@@ -81,14 +86,28 @@ class _Registered:
         layouts, chosen = best[1]
         base = Layout.from_device_mesh(mesh)
         count = len(chosen[0].results)
-        results = [_result(base, [option.results[number] for option in chosen]) for number in range(count)]
-        return run_between(self._name, func, args, kwargs, layouts, results if count > 1 else results[0])
+        results = [
+            _result(base, [option.results[number] for option in chosen])
+            for number in range(count)
+        ]
+        return run_between(
+            self._name,
+            func,
+            args,
+            kwargs,
+            layouts,
+            results if count > 1 else results[0],
+        )
 
-    def _options(self, tensors: Sequence[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Option]:
+    def _options(
+        self, tensors: Sequence[DTensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[_Option]:
         found = []
         for results, operands in self._shardings(*args, **kwargs):
             placements = tuple(one for one in operands if one is not None)
-            if len(placements) != len(tensors) or not all(isinstance(one, Placement) for one in placements):
+            if len(placements) != len(tensors) or not all(
+                isinstance(one, Placement) for one in placements
+            ):
                 raise ValueError(
                     coded(
                         "HP321",
@@ -110,8 +129,12 @@ class _Registered:
         return [*found, _Option(whole, (Replicate(),) * len(tensors))]
 
 
-def _operand(mesh: Any, tensor: DTensor, index: int, chosen: Sequence[_Option]) -> Layout:
-    return layout_of(mesh, [option.operands[index] for option in chosen], len(tensor.shape))
+def _operand(
+    mesh: Any, tensor: DTensor, index: int, chosen: Sequence[_Option]
+) -> Layout:
+    return layout_of(
+        mesh, [option.operands[index] for option in chosen], len(tensor.shape)
+    )
 
 
 def _result(base: Layout, placements: list[Any]) -> Layout | None:
@@ -122,7 +145,10 @@ def _cost(tensors: Sequence[DTensor], layouts: Sequence[Layout]) -> int | None:
     """The bytes that redistribution moves, and what each collective costs besides; None where a rank would be empty."""
     cost = 0
     for tensor, layout in zip(tensors, layouts, strict=True):
-        if any(size < layout.get_dim_split_num(dim) for dim, size in enumerate(tensor.shape)):
+        if any(
+            size < layout.get_dim_split_num(dim)
+            for dim, size in enumerate(tensor.shape)
+        ):
             return None
         itemsize = platform.get_element_size(tensor._local)
         cost += plan(tensor.layout, layout, tuple(tensor.shape), itemsize).cost

@@ -30,7 +30,9 @@ class Reshaped:
         target = tensors[0]
         refuse_copy(self._name, target)
         before = DTensor(platform.detach(target._local), target._layout, target._shape)
-        view = self._dispatch(platform.operator(self._name), (before, *args[1:]), kwargs)
+        view = self._dispatch(
+            platform.operator(self._name), (before, *args[1:]), kwargs
+        )
         if view._copy_of is not None:
             raise OperatorError(
                 coded(
@@ -48,5 +50,11 @@ class Reshaped:
 
 def _squeezed(shape: Any, dim: Any = None) -> tuple[int, ...]:
     """The dims of the whole that have one element, among those that are named: a shard may have more such dims."""
-    dims = range(len(shape)) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
+    dims = (
+        range(len(shape))
+        if dim is None
+        else dim
+        if isinstance(dim, (list, tuple))
+        else (dim,)
+    )
     return tuple(one for one in dims if len(shape) and shape[one] == 1)

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from hyper_parallel.core.shard.binding import Bound, BoundFactor, BoundTensor, bind, each
+from hyper_parallel.core.shard.binding import (
+    Bound,
+    BoundFactor,
+    BoundTensor,
+    bind,
+    each,
+)
 from hyper_parallel.core.shard.notation import LOOKED_UP, REST, WHOLE, Notation, parse
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
@@ -32,12 +38,20 @@ class Place:
     op: str | None = None
 
     def __str__(self) -> str:
-        return "R" if self == REPLICATE else f"P({self.op})" if self.dim is None else f"S({self.dim})"
+        return (
+            "R"
+            if self == REPLICATE
+            else f"P({self.op})"
+            if self.dim is None
+            else f"S({self.dim})"
+        )
 
 
 REPLICATE = Place()
 SUM = Place(op="sum")
-Places = tuple[Place | tuple[Place, ...] | None, ...]  # one a tensor; a tuple for a list, None for an absent operand
+Places = tuple[
+    Place | tuple[Place, ...] | None, ...
+]  # one a tensor; a tuple for a list, None for an absent operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +72,20 @@ class Choice:
     grads_out: Places
 
     def __str__(self) -> str:
-        sides = [_print(side) for side in (self.operands, self.results, self.grads_in, self.grads_out)]
-        return "{} {}: {} -> {}; gradient {} -> {}".format(self.kind, self.factor or "", *sides).replace(" :", ":")
+        sides = [
+            _print(side)
+            for side in (self.operands, self.results, self.grads_in, self.grads_out)
+        ]
+        return "{} {}: {} -> {}; gradient {} -> {}".format(
+            self.kind, self.factor or "", *sides
+        ).replace(" :", ":")
 
 
 def _print(places: Places) -> str:
-    return ", ".join(f"[{_print(place)}]" if isinstance(place, tuple) else str(place) for place in places)
+    return ", ".join(
+        f"[{_print(place)}]" if isinstance(place, tuple) else str(place)
+        for place in places
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +99,9 @@ class Order:
 
 def rising(*operands: int) -> tuple[Order, ...]:
     """No larger value of any of these operands, each alone, gives a smaller result."""
-    return tuple(Order((operand,), op, op) for operand in operands for op in ("max", "min"))
+    return tuple(
+        Order((operand,), op, op) for operand in operands for op in ("max", "min")
+    )
 
 
 def falling(*operands: int) -> tuple[Order, ...]:
@@ -105,9 +129,14 @@ class Rule:
     finite: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", str(parse(self.text)))  # one rule, one spelling
+        object.__setattr__(
+            self, "text", str(parse(self.text))
+        )  # one rule, one spelling
         for name, value, known in self._settings():
-            self.require(value in known, f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+            self.require(
+                value in known,
+                f"{name} must be one of {', '.join(map(str, known))}, got {value!r}",
+            )
         self._check_lookups()
         self._check_added()
 
@@ -116,7 +145,10 @@ class Rule:
         return parse(self.text)
 
     def bind(
-        self, shapes: Sequence[Any], attrs: Mapping[str, Any] | None = None, numbers: Iterable[int] = ()
+        self,
+        shapes: Sequence[Any],
+        attrs: Mapping[str, Any] | None = None,
+        numbers: Iterable[int] = (),
     ) -> BoundRule:
         """Gives every dim its factors, for operands of these shapes in a call with these attributes.
 
@@ -125,7 +157,11 @@ class Rule:
         operands alone do not tell is an attribute of its name; for the results of a list, a sequence of sizes.
         ``numbers``: the absent operands that are numbers, which are the same on all ranks and never in parts.
         """
-        return BoundRule(self, *bind(self.notation, shapes, attrs or {}, self.broadcast), frozenset(numbers))
+        return BoundRule(
+            self,
+            *bind(self.notation, shapes, attrs or {}, self.broadcast),
+            frozenset(numbers),
+        )
 
     def require(self, condition: bool, problem: str) -> None:
         """Raises a ValueError that names the rule unless the condition holds."""
@@ -137,16 +173,33 @@ class Rule:
         yield "broadcast", self.broadcast, BROADCASTS
         yield from (("carries", op, REDUCE_OPS) for op in self.carries)
         operands = range(len(self.notation.operands))
-        yield from (("linear", operand, operands) for group in self.linear for operand in group)
-        yield from (("orders", operand, operands) for order in self.orders for operand in order.operands)
+        yield from (
+            ("linear", operand, operands) for group in self.linear for operand in group
+        )
+        yield from (
+            ("orders", operand, operands)
+            for order in self.orders
+            for operand in order.operands
+        )
 
     def _check_lookups(self) -> None:
         for name, mark in self.notation.marks.items():
             if mark == LOOKED_UP:
-                holders = sum(name in t.factors for t in (*self.notation.operands, *self.notation.results))
-                held = holders == 1 and any(name in t.factors for t in self.notation.operands)
-                self.require(held, f"factor {name} is looked up ('@'), so it must be in one operand and in no result")
-                self.require(self.reduce == "sum", f"factor {name} is looked up ('@'), so reduce must be sum")
+                holders = sum(
+                    name in t.factors
+                    for t in (*self.notation.operands, *self.notation.results)
+                )
+                held = holders == 1 and any(
+                    name in t.factors for t in self.notation.operands
+                )
+                self.require(
+                    held,
+                    f"factor {name} is looked up ('@'), so it must be in one operand and in no result",
+                )
+                self.require(
+                    self.reduce == "sum",
+                    f"factor {name} is looked up ('@'), so reduce must be sum",
+                )
 
     def _check_added(self) -> None:
         kept = {name for result in self.notation.results for name in result.factors}
@@ -154,8 +207,14 @@ class Rule:
             if operand.added:
                 what = f"operand {number} '{operand}' is added"
                 lost = [name for name in operand.factors if name not in kept]
-                self.require(not lost, f"{what}, so its factors must be in a result; {', '.join(lost)} is not")
-                self.require(self.reduce == "sum", f"{what}, so reduce must be sum, got {self.reduce!r}")
+                self.require(
+                    not lost,
+                    f"{what}, so its factors must be in a result; {', '.join(lost)} is not",
+                )
+                self.require(
+                    self.reduce == "sum",
+                    f"{what}, so reduce must be sum, got {self.reduce!r}",
+                )
 
     def __str__(self) -> str:
         return self.text
@@ -164,7 +223,13 @@ class Rule:
 Groups = int | Iterable[int | tuple[int, ...]]
 
 
-def pointwise(text: str | int, linear: Groups = (), *, orders: tuple[Order, ...] = (), finite: bool = False) -> Rule:
+def pointwise(
+    text: str | int,
+    linear: Groups = (),
+    *,
+    orders: tuple[Order, ...] = (),
+    finite: bool = False,
+) -> Rule:
     """Element by element; an int n is n operands that broadcast. Nothing vanishes.
 
     ``linear``: ``0``, ``[0, 1]`` (in 0 or in 1) or ``[(0, 1)]`` (in 0 and 1 together). ``orders``: such as
@@ -182,7 +247,11 @@ def pointwise(text: str | int, linear: Groups = (), *, orders: tuple[Order, ...]
 def einsum(text: str, broadcast: str = "rest") -> Rule:
     """A sum of products: linear in each factor of the product alone."""
     operands = parse(text).operands
-    return Rule(text, linear=tuple((i,) for i, t in enumerate(operands) if not t.added), broadcast=broadcast)
+    return Rule(
+        text,
+        linear=tuple((i,) for i, t in enumerate(operands) if not t.added),
+        broadcast=broadcast,
+    )
 
 
 def reduction(kind: str, text: str) -> Rule:
@@ -198,7 +267,12 @@ def reduction(kind: str, text: str) -> Rule:
 
 def move(text: str) -> Rule:
     """Elements move and none is computed, so that a Partial of any kind passes. Nothing broadcasts."""
-    rule = Rule(text, linear=(tuple(range(len(parse(text).operands))),), carries=REDUCE_OPS, broadcast="none")
+    rule = Rule(
+        text,
+        linear=(tuple(range(len(parse(text).operands))),),
+        carries=REDUCE_OPS,
+        broadcast="none",
+    )
     _require_kept("move", rule)
     return rule
 
@@ -209,7 +283,11 @@ def lookup(text: str) -> Rule:
     Where that factor is sharded the local call masks the indices that are not its own and gives zeros for them.
     """
     notation = parse(text)
-    tables = {i for i, t in enumerate(notation.operands) if any(dim.mark == LOOKED_UP for dim in t.dims)}
+    tables = {
+        i
+        for i, t in enumerate(notation.operands)
+        if any(dim.mark == LOOKED_UP for dim in t.dims)
+    }
     rule = Rule(text, linear=tuple((i,) for i in sorted(tables)), broadcast="none")
     rule.require(bool(tables), "lookup: no factor is marked '@'")
     return rule
@@ -218,8 +296,13 @@ def lookup(text: str) -> Rule:
 def _require_kept(constructor: str, rule: Rule) -> None:
     kept = {name for result in rule.notation.results for name in result.factors}
     found = {name for operand in rule.notation.operands for name in operand.factors}
-    lost = sorted(name for name in found - kept if rule.notation.marks.get(name) != WHOLE)
-    rule.require(not lost, f"{constructor}: {', '.join(lost)} is in no result; say how it is reduced, or mark it '!'")
+    lost = sorted(
+        name for name in found - kept if rule.notation.marks.get(name) != WHOLE
+    )
+    rule.require(
+        not lost,
+        f"{constructor}: {', '.join(lost)} is in no result; say how it is reduced, or mark it '!'",
+    )
 
 
 _CHOICES: dict[Any, tuple[Choice, ...]] = {}  # for calls that differ in sizes only
@@ -242,7 +325,9 @@ class BoundRule:
 
     def factor(self, name: str) -> BoundFactor:
         found = {factor.name: factor for factor in self.factors}
-        self.rule.require(name in found, f"no factor {name!r}; there are {', '.join(found)}")
+        self.rule.require(
+            name in found, f"no factor {name!r}; there are {', '.join(found)}"
+        )
         return found[name]
 
     @property
@@ -263,15 +348,25 @@ class BoundRule:
     def _pattern(self) -> Any:
         """What the choices depend on: everything but sizes."""
         operands, results = each(_dims, self.operands), each(_dims, self.results)
-        factors = tuple((factor.name, factor.kept, factor.whole) for factor in self.factors)
+        factors = tuple(
+            (factor.name, factor.kept, factor.whole) for factor in self.factors
+        )
         return self.rule, operands, results, factors, self.numbers
 
     def _all_choices(self) -> tuple[Choice, ...]:
         sharded = (self._shard(factor) for factor in self.factors if not factor.whole)
         groups = [group for group in map(self._present, self.rule.linear) if group]
-        carried = (self._carry(group, Place(op=op)) for op in self.rule.carries for group in groups)
+        carried = (
+            self._carry(group, Place(op=op))
+            for op in self.rule.carries
+            for group in groups
+        )
         pairs = ((self._present(order.operands), order) for order in self.rule.orders)
-        ordered = (self._carry(group, Place(op=order.op), Place(op=order.result)) for group, order in pairs if group)
+        ordered = (
+            self._carry(group, Place(op=order.op), Place(op=order.result))
+            for group, order in pairs
+            if group
+        )
         return (self._unused(), *sharded, *carried, *ordered)
 
     def fits(self, name: str, *ranks: int) -> bool:
@@ -283,10 +378,15 @@ class BoundRule:
         factor = self.factor(name)
         pieces = _cut(factor.size, ranks)
         equal = len(set(pieces)) == 1 or factor.kept or self.rule.reduce != "avg"
-        return equal and all(_cut(factor.size * n, ranks) == [piece * n for piece in pieces] for n in factor.inner)
+        return equal and all(
+            _cut(factor.size * n, ranks) == [piece * n for piece in pieces]
+            for n in factor.inner
+        )
 
     def _unused(self) -> Choice:
-        operands, results = (each(lambda _: REPLICATE, side) for side in (self.operands, self.results))
+        operands, results = (
+            each(lambda _: REPLICATE, side) for side in (self.operands, self.results)
+        )
         return Choice("unused", None, operands, results, results, operands)
 
     def _shard(self, factor: BoundFactor) -> Choice:
@@ -319,14 +419,26 @@ class BoundRule:
         }
         return here | added if here - added and not self.numbers & added else set()
 
-    def _carry(self, group: set[int], partial: Place, ordered: Place | None = None) -> Choice:
+    def _carry(
+        self, group: set[int], partial: Place, ordered: Place | None = None
+    ) -> Choice:
         def operands(inside: Place, outside: Place) -> Any:
-            return tuple(_fill(t, inside if i in group else outside) for i, t in enumerate(self.operands))
+            return tuple(
+                _fill(t, inside if i in group else outside)
+                for i, t in enumerate(self.operands)
+            )
 
         results = each(lambda _: ordered or partial, self.results)
         arriving = each(lambda _: REPLICATE, self.results)
         kind = "carry" if ordered is None else "order"
-        return Choice(kind, None, operands(partial, REPLICATE), results, arriving, operands(REPLICATE, SUM))
+        return Choice(
+            kind,
+            None,
+            operands(partial, REPLICATE),
+            results,
+            arriving,
+            operands(REPLICATE, SUM),
+        )
 
 
 def _fill(item: BoundTensor | tuple[BoundTensor, ...] | None, place: Place) -> Any:
@@ -334,4 +446,8 @@ def _fill(item: BoundTensor | tuple[BoundTensor, ...] | None, place: Place) -> A
 
 
 def _cut(size: int, ranks: Iterable[int]) -> list[int]:
-    return reduce(lambda pieces, n: [part for piece in pieces for part in chunk_sizes(piece, n)], ranks, [size])
+    return reduce(
+        lambda pieces, n: [part for piece in pieces for part in chunk_sizes(piece, n)],
+        ranks,
+        [size],
+    )

@@ -42,20 +42,35 @@ class ShardingPlan:
     return_local_tensor: Sequence[str] | None = None
 
 
-def shard_module(model: Any, device_mesh: DeviceMesh | None, sharding_plan: ShardingPlan) -> Any:
+def shard_module(
+    model: Any, device_mesh: DeviceMesh | None, sharding_plan: ShardingPlan
+) -> Any:
     """Puts a module on a mesh; parameters that the plan does not name stay as they are."""
     if not isinstance(sharding_plan, ShardingPlan):
-        raise TypeError(coded("HP411", f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}"))
+        raise TypeError(
+            coded(
+                "HP411",
+                f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}",
+            )
+        )
     parameters = platform.parameters_dict(model)
     for pattern, placements in sharding_plan.plan.items():
         for name in _matching("parameter", pattern, parameters):
             _shard_parameter(model, name, device_mesh, placements)
     modules = dict(platform.get_cells_and_names(model))
     for pattern, wanted in (sharding_plan.input_plan or {}).items():
-        for name in _matching("module", pattern.removesuffix(".input") if pattern != "input" else "", modules):
+        for name in _matching(
+            "module",
+            pattern.removesuffix(".input") if pattern != "input" else "",
+            modules,
+        ):
             _prepare_inputs(modules[name], device_mesh, wanted)
     for pattern, wanted in (sharding_plan.output_plan or {}).items():
-        for name in _matching("module", pattern.removesuffix(".output") if pattern != "output" else "", modules):
+        for name in _matching(
+            "module",
+            pattern.removesuffix(".output") if pattern != "output" else "",
+            modules,
+        ):
             _prepare_outputs(modules[name], device_mesh, wanted)
     for pattern in sharding_plan.return_local_tensor or ():
         for name in _matching("module", pattern, modules):
@@ -67,7 +82,9 @@ def _matching(kind: str, pattern: str, names: Iterable[str]) -> list[str]:
     known = list(names)
     found = matching(pattern, known)
     if not found:
-        raise ValueError(coded("HP411", f"shard_module: {no_match(kind, pattern, known)}"))
+        raise ValueError(
+            coded("HP411", f"shard_module: {no_match(kind, pattern, known)}")
+        )
     return found
 
 
@@ -78,13 +95,17 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 def _matches(name: str, pattern: str) -> bool:
     have, want = name.split("."), pattern.split(".")
-    return len(have) == len(want) and all(fnmatch.fnmatchcase(h, w) for h, w in zip(have, want, strict=True))
+    return len(have) == len(want) and all(
+        fnmatch.fnmatchcase(h, w) for h, w in zip(have, want, strict=True)
+    )
 
 
 def no_match(kind: str, pattern: str, names: Iterable[str]) -> str:
     """That a pattern means nothing, and what it may have been meant to."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.4)
-    return f"{pattern!r} matches no {kind}" + (f"; did you mean {', '.join(near)}?" if near else "")
+    return f"{pattern!r} matches no {kind}" + (
+        f"; did you mean {', '.join(near)}?" if near else ""
+    )
 
 
 def _shard_parameter(model: Any, name: str, mesh: Any, placements: Any) -> None:
@@ -92,15 +113,24 @@ def _shard_parameter(model: Any, name: str, mesh: Any, placements: Any) -> None:
     assert found is not None
     parameter = found[2]
     if isinstance(parameter, DTensor):
-        raise ValueError(coded("HP411", f"shard_module: parameter {name} already lies in {parameter.layout}"))
-    platform.update_parameter_by_name(model, found, distribute_tensor(parameter, mesh, placements))
+        raise ValueError(
+            coded(
+                "HP411",
+                f"shard_module: parameter {name} already lies in {parameter.layout}",
+            )
+        )
+    platform.update_parameter_by_name(
+        model, found, distribute_tensor(parameter, mesh, placements)
+    )
 
 
 def _prepare_inputs(module: Any, mesh: Any, wanted: Any) -> None:
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = _by_position(wanted)
         made = [_placed(value, mesh, plan.get(i)) for i, value in enumerate(args)]
-        return tuple(made), {name: _placed(value, mesh, plan.get(name)) for name, value in kwargs.items()}
+        return tuple(made), {
+            name: _placed(value, mesh, plan.get(name)) for name, value in kwargs.items()
+        }
 
     platform.register_forward_pre_hook(module, hook, with_kwargs=True)
 
@@ -109,29 +139,40 @@ def _prepare_outputs(module: Any, mesh: Any, wanted: Any) -> None:
     def hook(_: Any, __: Any, output: Any) -> Any:
         plan = _by_position(wanted)
         if isinstance(output, dict):
-            return {name: _placed(value, mesh, plan.get(name)) for name, value in output.items()}
+            return {
+                name: _placed(value, mesh, plan.get(name))
+                for name, value in output.items()
+            }
         if isinstance(output, (list, tuple)):
-            return type(output)(_placed(value, mesh, plan.get(i)) for i, value in enumerate(output))
+            return type(output)(
+                _placed(value, mesh, plan.get(i)) for i, value in enumerate(output)
+            )
         return _placed(output, mesh, plan.get(0))
 
     platform.register_forward_hook(module, hook)
 
 
 def _to_local(_: Any, __: Any, output: Any) -> Any:
-    return platform.apply_to_tensors(lambda t: t.to_local() if isinstance(t, DTensor) else t, output)
+    return platform.apply_to_tensors(
+        lambda t: t.to_local() if isinstance(t, DTensor) else t, output
+    )
 
 
 def _by_position(wanted: Any) -> dict[Any, Any]:
     """Placements for each position or keyword."""
     if isinstance(wanted, Mapping):
         return dict(wanted)
-    if isinstance(wanted, (list, tuple)) and any(_is_placements(item) for item in wanted):
+    if isinstance(wanted, (list, tuple)) and any(
+        _is_placements(item) for item in wanted
+    ):
         return dict(enumerate(wanted))
     return {0: wanted}
 
 
 def _is_placements(item: Any) -> bool:
-    is_list = isinstance(item, (list, tuple)) and any(isinstance(entry, Placement) for entry in item)
+    is_list = isinstance(item, (list, tuple)) and any(
+        isinstance(entry, Placement) for entry in item
+    )
     return isinstance(item, Layout) or is_list
 
 
@@ -141,4 +182,6 @@ def _placed(value: Any, mesh: Any, placements: Any) -> Any:
     if not isinstance(value, DTensor):
         base = layout_of(mesh, placements, len(value.shape)).mesh
         value = DTensor.from_local(value, base, [Replicate()] * base.ndim)
-    return value.redistribute(None, layout_of(value.device_mesh, placements, len(value.shape)))
+    return value.redistribute(
+        None, layout_of(value.device_mesh, placements, len(value.shape))
+    )

@@ -4,7 +4,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.tensor_parallel.api import parallel_table, parallelize_module
+    from hyper_parallel.core.tensor_parallel.api import (
+        parallel_table,
+        parallelize_module,
+    )
     from hyper_parallel.core.tensor_parallel.batches import local_batch, same_everywhere
     from hyper_parallel.core.tensor_parallel.data_parallel import replicate
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel
@@ -53,5 +56,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'style')}"), name)
+        return getattr(
+            importlib.import_module(f"{__name__}.{_HOMES.get(name, 'style')}"), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

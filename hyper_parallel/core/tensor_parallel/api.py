@@ -51,11 +51,16 @@ def parallelize_module(
         )
     plan = _plan_of(parallelize_plan)
     if not plan:
-        warnings.warn("parallelize_module: there is no plan, so nothing was done", stacklevel=users_level())
+        warnings.warn(
+            "parallelize_module: there is no plan, so nothing was done",
+            stacklevel=users_level(),
+        )
     modules = dict(platform.get_cells_and_names(module))
     _refuse_compiled(plan, modules)
     shared = _shared_tensors(modules.values())
-    for name, style in sorted(_styles(plan, modules), key=lambda found: -len(_segments(found[0]))):
+    for name, style in sorted(
+        _styles(plan, modules), key=lambda found: -len(_segments(found[0]))
+    ):
         style.src_data_rank = src_data_rank
         _apply(modules[name], name, style, mesh)
         for owners in shared:
@@ -82,10 +87,19 @@ def _plan_of(given: Any) -> Mapping[str, Any]:
 
 def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
     """Raises if a pattern means a module that is compiled, or one within it."""
-    compiled = [name for name, module in modules.items() if platform.is_compiled_module(module)]
+    compiled = [
+        name for name, module in modules.items() if platform.is_compiled_module(module)
+    ]
     for outer in compiled:
-        inside = [name for name in modules if not outer or name == outer or name.startswith(f"{outer}.")]
-        plain_names = {".".join(part for part in _segments(name) if part != _COMPILED) for name in inside}
+        inside = [
+            name
+            for name in modules
+            if not outer or name == outer or name.startswith(f"{outer}.")
+        ]
+        plain_names = {
+            ".".join(part for part in _segments(name) if part != _COMPILED)
+            for name in inside
+        }
         for pattern in plan:
             if matching(pattern, plain_names):
                 raise ValueError(
@@ -98,14 +112,24 @@ def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Non
                 )
 
 
-def _styles(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Iterator[tuple[str, ParallelStyle]]:
+def _styles(
+    plan: Mapping[str, Any], modules: Mapping[str, Any]
+) -> Iterator[tuple[str, ParallelStyle]]:
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise TypeError(coded("HP402", f"parallelize_module: expected a style for {pattern!r}, got {style!r}"))
+            raise TypeError(
+                coded(
+                    "HP402",
+                    f"parallelize_module: expected a style for {pattern!r}, got {style!r}",
+                )
+            )
         found = matching(pattern, modules)
         if not found:
             told = no_match("module", pattern, modules)
-            warnings.warn(f"parallelize_module: {told}; nothing was done for it", stacklevel=users_level())
+            warnings.warn(
+                f"parallelize_module: {told}; nothing was done for it",
+                stacklevel=users_level(),
+            )
         for name in found:
             yield name, style
 
@@ -145,14 +169,20 @@ def _tie(owners: list[Owner]) -> None:
             platform.set_own_tensor(module, name, placed)
 
 
-def _warn_of_unstyled_tables(modules: Mapping[str, Any], shared: list[list[Owner]]) -> None:
+def _warn_of_unstyled_tables(
+    modules: Mapping[str, Any], shared: list[list[Owner]]
+) -> None:
     """Says which embeddings have rows of a table, through another module, and no style that sums what they look up."""
     names = {id(module): name for name, module in modules.items()}
     for owners in shared:
         for module, own in owners:
             table = dict(platform.own_tensors(module))[own]
             is_styled = bool(vars(module).get(_STYLES))
-            if is_styled or not platform.is_embedding_module(module) or not _has_cut_rows(table):
+            if (
+                is_styled
+                or not platform.is_embedding_module(module)
+                or not _has_cut_rows(table)
+            ):
                 continue
             name = names[id(module)]
             others = [names[id(other)] for other, _ in owners if other is not module]
@@ -165,7 +195,9 @@ def _warn_of_unstyled_tables(modules: Mapping[str, Any], shared: list[list[Owner
 
 
 def _has_cut_rows(table: Any) -> bool:
-    return isinstance(table, DTensor) and any(placement.is_shard(0) for placement in table.placements)
+    return isinstance(table, DTensor) and any(
+        placement.is_shard(0) for placement in table.placements
+    )
 
 
 # --- what was done
@@ -178,16 +210,39 @@ def parallel_table(module: Any) -> str:
         styles = " + ".join(vars(one).get(_STYLES, ()))
         tensors = platform.own_tensors(one)
         if styles or tensors:
-            lies = ", ".join(f"{own} {_place(tensor)} {list(tensor.shape)}" for own, tensor in tensors)
+            lies = ", ".join(
+                f"{own} {_place(tensor)} {list(tensor.shape)}"
+                for own, tensor in tensors
+            )
             layer = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            lines.setdefault((layer, styles or "-", lies or "-"), []).append(name or "(the module itself)")
+            lines.setdefault((layer, styles or "-", lies or "-"), []).append(
+                name or "(the module itself)"
+            )
     rows = [("module", "style", "tensors", "count")]
-    rows += [(key[0] if len(names) > 1 else names[0], *key[1:], str(len(names))) for key, names in lines.items()]
+    rows += [
+        (key[0] if len(names) > 1 else names[0], *key[1:], str(len(names)))
+        for key, names in lines.items()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    told = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows]
-    plain = [name for name, tensor in platform.parameters_dict(module).items() if not isinstance(tensor, DTensor)]
-    return "\n".join([*told, *([f"plain on every rank: {', '.join(plain)}"] if plain else [])])
+    told = [
+        "  ".join(
+            cell.ljust(size) for cell, size in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    plain = [
+        name
+        for name, tensor in platform.parameters_dict(module).items()
+        if not isinstance(tensor, DTensor)
+    ]
+    return "\n".join(
+        [*told, *([f"plain on every rank: {', '.join(plain)}"] if plain else [])]
+    )
 
 
 def _place(tensor: Any) -> str:
-    return f"[{', '.join(map(str, tensor.placements))}]" if isinstance(tensor, DTensor) else "plain"
+    return (
+        f"[{', '.join(map(str, tensor.placements))}]"
+        if isinstance(tensor, DTensor)
+        else "plain"
+    )

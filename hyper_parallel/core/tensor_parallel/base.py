@@ -34,7 +34,9 @@ class ParallelStyle(ABC):
         """What the style was told beyond its defaults."""
         return {}
 
-    def _distribute(self, module: Any, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    def _distribute(
+        self, module: Any, name: str, mesh: DeviceMesh, placement: Placement
+    ) -> None:
         """Puts one of the module's own parameters on the mesh."""
         tensor = dict(platform.own_tensors(module)).get(name)
         if tensor is None:
@@ -51,7 +53,11 @@ class ParallelStyle(ABC):
                     )
                 )
             return
-        source = None if self.src_data_rank is None or platform.is_meta(tensor) else mesh.rank_list[self.src_data_rank]
+        source = (
+            None
+            if self.src_data_rank is None or platform.is_meta(tensor)
+            else mesh.rank_list[self.src_data_rank]
+        )
         made = distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
         platform.set_own_tensor(module, name, made)
 
@@ -59,7 +65,12 @@ class ParallelStyle(ABC):
 def first_tensor(module: Any, args: tuple[Any, ...]) -> Any:
     """What goes into a module, which is its first argument."""
     if not args or not platform.is_tensor(args[0]):
-        raise ValueError(coded("HP407", f"{type(module).__name__}: expected a tensor as its first positional argument"))
+        raise ValueError(
+            coded(
+                "HP407",
+                f"{type(module).__name__}: expected a tensor as its first positional argument",
+            )
+        )
     return args[0]
 
 
@@ -81,7 +92,12 @@ def own_tensor(module: Any, name: str) -> Any:
 def checked_placement(name: str, value: Any) -> Placement | None:
     """The value, if it is a placement or None."""
     if value is not None and not isinstance(value, Placement):
-        raise TypeError(coded("HP402", f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}"))
+        raise TypeError(
+            coded(
+                "HP402",
+                f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}",
+            )
+        )
     return value
 
 
@@ -92,7 +108,9 @@ def handed_out(module: Any, value: Any, may_be_uneven: bool = False) -> Any:
     """
     if not isinstance(value, DTensor):
         return value
-    if MODES.replicate_plain and not all(placement.is_replicate() for placement in value.placements):
+    if MODES.replicate_plain and not all(
+        placement.is_replicate() for placement in value.placements
+    ):
         raise ValueError(
             coded(
                 "HP406",

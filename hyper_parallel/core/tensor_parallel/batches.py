@@ -20,7 +20,9 @@ from hyper_parallel.platform.error_codes import coded
 platform = get_platform()
 
 
-def local_batch(tensor: Any, like: Any, *, batch_dim: int | None = None, run_check: bool = False) -> DTensor:
+def local_batch(
+    tensor: Any, like: Any, *, batch_dim: int | None = None, run_check: bool = False
+) -> DTensor:
     """This rank's part of a batch, as a distributed tensor that goes with a model's outputs.
 
     ``like``: the model, or a distributed tensor whose dim ``batch_dim`` (0, unless ``replicate`` was told another) is
@@ -37,27 +39,42 @@ def same_everywhere(tensor: Any, like: Any, *, run_check: bool = False) -> DTens
     """A tensor that is the same on every rank of the mesh that a model, or a distributed tensor, lies on."""
     if isinstance(tensor, DTensor):
         return tensor
-    mesh = like.device_mesh if isinstance(like, DTensor) else _tensor_of("same_everywhere", like).device_mesh
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=run_check)
+    mesh = (
+        like.device_mesh
+        if isinstance(like, DTensor)
+        else _tensor_of("same_everywhere", like).device_mesh
+    )
+    return DTensor.from_local(
+        tensor, mesh, [Replicate()] * mesh.ndim, run_check=run_check
+    )
 
 
 def _layout_like(name: str, like: Any, ndim: int, batch_dim: int | None) -> Layout:
     if isinstance(like, DTensor):
         dim = 0 if batch_dim is None else batch_dim
-        axes = like.layout.dim_axes[dim] if -len(like.shape) <= dim < len(like.shape) else ()
+        axes = (
+            like.layout.dim_axes[dim]
+            if -len(like.shape) <= dim < len(like.shape)
+            else ()
+        )
         return _layout_of(Batch(like.device_mesh, tuple(axes), dim), ndim)
     batch = batch_of(like)
     if batch is None:  # there is no data axis
         mesh = _tensor_of(name, like).device_mesh
         return _layout_of(Batch(mesh, (), 0), ndim)
-    return _layout_of(batch if batch_dim is None else Batch(batch.mesh, batch.axes, batch_dim), ndim)
+    return _layout_of(
+        batch if batch_dim is None else Batch(batch.mesh, batch.axes, batch_dim), ndim
+    )
 
 
 def _layout_of(batch: Batch, ndim: int) -> Layout:
     placements: list[Placement] = batch.placements(ndim)
     if batch.axes and not any(isinstance(placement, Shard) for placement in placements):
         raise ValueError(
-            coded("HP413", f"local_batch: a tensor of {ndim} dims has no dim {batch.dim} to be the batch's")
+            coded(
+                "HP413",
+                f"local_batch: a tensor of {ndim} dims has no dim {batch.dim} to be the batch's",
+            )
         )
     return Layout.from_device_mesh(batch.mesh)(placements).bind(ndim)
 

@@ -43,7 +43,10 @@ class Batch:
     def placements(self, ndim: int) -> list[Placement]:
         """How a plain tensor lies on every axis; one without a batch is the same everywhere."""
         cut = -ndim <= self.dim < ndim
-        return [Shard(self.dim) if cut and axis in self.axes else Replicate() for axis in range(self.mesh.ndim)]
+        return [
+            Shard(self.dim) if cut and axis in self.axes else Replicate()
+            for axis in range(self.mesh.ndim)
+        ]
 
 
 def set_batch(module: Any, batch: Batch) -> None:
@@ -82,7 +85,9 @@ class Line:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def taker(self, placement: Placement | None = None, sizes: Mapping[int, int] | None = None) -> Take:
+    def taker(
+        self, placement: Placement | None = None, sizes: Mapping[int, int] | None = None
+    ) -> Take:
         """A function that makes distributed tensors of plain ones that lie like this along the axis.
 
         Without a placement they are the same along the axis, or where that is a data axis a part of the batch. What a
@@ -90,7 +95,10 @@ class Line:
         ``sizes``: of the whole, by dim, where shards may differ in size.
         """
         known: dict[Any, tuple[Layout, Any]] = {}  # by the shape of the shard
-        checks = first_compared(os.environ.get(HYPER_PARALLEL_CHECK_BATCHES), variable=HYPER_PARALLEL_CHECK_BATCHES)
+        checks = first_compared(
+            os.environ.get(HYPER_PARALLEL_CHECK_BATCHES),
+            variable=HYPER_PARALLEL_CHECK_BATCHES,
+        )
 
         def taken(module: Any, value: Any) -> DTensor:
             nonlocal checks
@@ -102,7 +110,12 @@ class Line:
             if found is not None and not checks and platform.is_dense(value):
                 return DTensor.of_plain(value, *found)
             if made_inside:
-                layout, whole = _layout_of_copies(self.mesh if batch is None else batch.mesh, len(value.shape)), None
+                layout, whole = (
+                    _layout_of_copies(
+                        self.mesh if batch is None else batch.mesh, len(value.shape)
+                    ),
+                    None,
+                )
             else:
                 layout = _layout_of_plain(self.mesh, batch, placement, len(value.shape))
                 whole = _whole(layout, value.shape, sizes)
@@ -127,7 +140,9 @@ class Line:
         return moved
 
 
-def _whole(layout: Layout, shape: Sequence[int], sizes: Mapping[int, int] | None) -> list[int] | None:
+def _whole(
+    layout: Layout, shape: Sequence[int], sizes: Mapping[int, int] | None
+) -> list[int] | None:
     """The shape of the whole where more is known than the shape of a shard."""
     if not sizes or not any(layout.dim_axes[dim] for dim in sizes):
         return None
@@ -137,7 +152,9 @@ def _whole(layout: Layout, shape: Sequence[int], sizes: Mapping[int, int] | None
     return whole
 
 
-def _placed(module: Any, value: Any, layout: Layout, whole: Sequence[int] | None, check: bool) -> DTensor:
+def _placed(
+    module: Any, value: Any, layout: Layout, whole: Sequence[int] | None, check: bool
+) -> DTensor:
     try:
         return DTensor.from_local(value, None, layout, shape=whole, run_check=check)
     except ValueError as error:
@@ -160,7 +177,9 @@ def _layout_of_copies(mesh: DeviceMesh, ndim: int) -> Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of_plain(mesh: DeviceMesh, batch: Batch | None, placement: Placement | None, ndim: int) -> Layout:
+def _layout_of_plain(
+    mesh: DeviceMesh, batch: Batch | None, placement: Placement | None, ndim: int
+) -> Layout:
     if batch is None:
         return Layout.from_device_mesh(mesh)([placement or Replicate()]).bind(ndim)
     placements = batch.placements(ndim)
@@ -178,12 +197,25 @@ def _layout_with(layout: Layout, mesh: DeviceMesh, placement: Placement) -> Layo
 
 def axis_of(mesh: DeviceMesh, line: DeviceMesh) -> int:
     """Which axis of a mesh a mesh of one axis is."""
-    found = [axis for axis in range(mesh.ndim) if tuple(mesh.get_rank_list_along_axis(axis)) == line.rank_list]
-    if line.mesh_dim_names and mesh.mesh_dim_names and len(found) > 1:  # axes of one rank are alike but for the name
-        found = [axis for axis in found if mesh.mesh_dim_names[axis] == line.mesh_dim_names[0]]
+    found = [
+        axis
+        for axis in range(mesh.ndim)
+        if tuple(mesh.get_rank_list_along_axis(axis)) == line.rank_list
+    ]
+    if (
+        line.mesh_dim_names and mesh.mesh_dim_names and len(found) > 1
+    ):  # axes of one rank are alike but for the name
+        found = [
+            axis
+            for axis in found
+            if mesh.mesh_dim_names[axis] == line.mesh_dim_names[0]
+        ]
     if not found:
         raise ValueError(
-            coded("HP409", f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes")
+            coded(
+                "HP409",
+                f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes",
+            )
         )
     return found[0]
 
@@ -191,4 +223,7 @@ def axis_of(mesh: DeviceMesh, line: DeviceMesh) -> int:
 @functools.lru_cache(maxsize=4096)
 def is_even(layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether all ranks have shards of one shape, so that the whole can be told from any of them."""
-    return layout.get_global_shape(layout.local_shape(shape, [0] * layout.mesh.ndim)) == shape
+    return (
+        layout.get_global_shape(layout.local_shape(shape, [0] * layout.mesh.ndim))
+        == shape
+    )

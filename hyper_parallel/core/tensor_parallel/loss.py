@@ -16,7 +16,11 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.shard.ops.class_losses import class_dim, layout_of_losses, layout_of_weights
+from hyper_parallel.core.shard.ops.class_losses import (
+    class_dim,
+    layout_of_losses,
+    layout_of_weights,
+)
 from hyper_parallel.platform.error_codes import coded
 
 
@@ -43,18 +47,26 @@ def _placed(input: Any, target: Any, weight: Any, **_: Any) -> Mapping[int, DTen
     if not isinstance(target, DTensor):
         found[id(target)] = _placed_target(input, target)
     if weight is not None and not isinstance(weight, DTensor):
-        copy = DTensor.from_local(weight, input.device_mesh, [Replicate()] * input.device_mesh.ndim)
+        copy = DTensor.from_local(
+            weight, input.device_mesh, [Replicate()] * input.device_mesh.ndim
+        )
         found[id(weight)] = copy.redistribute(None, layout_of_weights(input.layout))
     return found
 
 
 def _placed_target(input: DTensor, target: Any) -> DTensor:
     given, shape = tuple(target.shape), tuple(input.shape)
-    whole, needed, *others = _ways_to_lie(input.layout.reset_partial(), shape, len(given))
+    whole, needed, *others = _ways_to_lie(
+        input.layout.reset_partial(), shape, len(given)
+    )
     for layout in (needed, *others):
         if given == layout.local_shape(whole):
-            return DTensor.from_local(target, None, layout, shape=whole).redistribute(None, needed)
-    expected = " or ".join(dict.fromkeys(str(layout.local_shape(whole)) for layout in (needed, *others)))
+            return DTensor.from_local(target, None, layout, shape=whole).redistribute(
+                None, needed
+            )
+    expected = " or ".join(
+        dict.fromkeys(str(layout.local_shape(whole)) for layout in (needed, *others))
+    )
     raise ValueError(
         coded(
             "HP410",
@@ -75,5 +87,7 @@ def _ways_to_lie(layout: Layout, shape: tuple[int, ...], ndim: int) -> tuple[Any
     if ndim != len(shape):
         whole = shape[:dim] + shape[dim + 1 :]
         return whole, layout_of_losses(layout), layout_of_losses(copied)
-    all_classes = layout.with_placements([Replicate() if p.is_shard(dim) else p for p in layout.placements])
+    all_classes = layout.with_placements(
+        [Replicate() if p.is_shard(dim) else p for p in layout.placements]
+    )
     return shape, layout, all_classes, copied

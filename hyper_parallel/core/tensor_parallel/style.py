@@ -18,7 +18,12 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor, replicate_rest
 from hyper_parallel.core.dtensor.modes import MODES
-from hyper_parallel.core.dtensor.placement_types import FusedShard, Placement, Replicate, Shard
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Placement,
+    Replicate,
+    Shard,
+)
 from hyper_parallel.core.tensor_parallel.base import (
     ParallelStyle,
     checked_placement,
@@ -55,14 +60,19 @@ platform = get_platform()
 class _Projected(ParallelStyle):
     """A style for modules with one weight: Linear, Embedding, convolution."""
 
-    def __init__(self, input_layouts: Any, output_layouts: Any, use_local_output: bool) -> None:
+    def __init__(
+        self, input_layouts: Any, output_layouts: Any, use_local_output: bool
+    ) -> None:
         self.input_layouts = checked_placement("input_layouts", input_layouts)
         self.output_layouts = checked_placement("output_layouts", output_layouts)
         self.use_local_output = use_local_output
 
     def told(self) -> dict[str, Any]:
         """What the style was told beyond its defaults."""
-        given = {"input_layouts": self.input_layouts, "output_layouts": self.output_layouts}
+        given = {
+            "input_layouts": self.input_layouts,
+            "output_layouts": self.output_layouts,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     def _projection(self, module: Any) -> Projection:
@@ -77,11 +87,26 @@ class _Projected(ParallelStyle):
             )
         return found
 
-    def _enclose(self, module: Any, line: Line, plain: Placement, wanted: Placement, leaving: Placement) -> None:
+    def _enclose(
+        self,
+        module: Any,
+        line: Line,
+        plain: Placement,
+        wanted: Placement,
+        leaving: Placement,
+    ) -> None:
         """Has inputs come in as ``wanted`` and outputs leave as ``leaving``; plain inputs lie as ``plain``."""
         projection = self._projection(module)
-        sizes = {projection.features: own_tensor(module, "weight").shape[projection.into]} if plain == wanted else None
-        take, move_in, move_out = line.taker(plain, sizes), line.mover(wanted), line.mover(leaving)
+        sizes = (
+            {projection.features: own_tensor(module, "weight").shape[projection.into]}
+            if plain == wanted
+            else None
+        )
+        take, move_in, move_out = (
+            line.taker(plain, sizes),
+            line.mover(wanted),
+            line.mover(leaving),
+        )
         local = self.use_local_output
         by_feature = leaving == Shard(projection.features)
 
@@ -91,7 +116,9 @@ class _Projected(ParallelStyle):
         def leave(owner: Any, _: Any, output: Any) -> Any:
             output = move_out(output) if isinstance(output, DTensor) else output
             # The next layer knows how many features there are, but of nothing else how much others have.
-            return handed_out(owner, output, may_be_uneven=by_feature) if local else output
+            return (
+                handed_out(owner, output, may_be_uneven=by_feature) if local else output
+            )
 
         platform.register_forward_pre_hook(module, enter)
         platform.register_forward_hook(module, leave)
@@ -116,16 +143,23 @@ class ColwiseParallel(_Projected):
 
     def told(self) -> dict[str, Any]:
         """What the style was told beyond its defaults."""
-        return {**super().told(), **({"heads": self.heads} if self.heads is not None else {})}
+        return {
+            **super().told(),
+            **({"heads": self.heads} if self.heads is not None else {}),
+        }
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         """Puts the module on a mesh of one axis and returns it."""
         projection, line = self._projection(module), Line(device_mesh)
-        self._check_heads(own_tensor(module, "weight").shape[projection.out], device_mesh)
+        self._check_heads(
+            own_tensor(module, "weight").shape[projection.out], device_mesh
+        )
         self._distribute(module, "weight", device_mesh, self._cut(projection.out))
         self._distribute(module, "bias", device_mesh, self._cut(0))
         leaving = self.output_layouts or self._cut(projection.features)
-        self._enclose(module, line, self.input_layouts or Replicate(), Replicate(), leaving)
+        self._enclose(
+            module, line, self.input_layouts or Replicate(), Replicate(), leaving
+        )
         return module
 
     def _cut(self, dim: int) -> Placement:
@@ -134,7 +168,10 @@ class ColwiseParallel(_Projected):
     def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
         if self.heads is not None and outputs % self.heads:
             raise ValueError(
-                coded("HP404", f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads")
+                coded(
+                    "HP404",
+                    f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads",
+                )
             )
         if self.heads is not None and self.heads % mesh.size():
             raise ValueError(
@@ -163,7 +200,10 @@ class FusedColwiseParallel(ColwiseParallel):
         heads: int | None = None,
     ) -> None:
         super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output, heads=heads
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+            heads=heads,
         )
         self.sections = sections if isinstance(sections, int) else tuple(sections)
         self._sizes: tuple[int, ...] = ()
@@ -179,14 +219,18 @@ class FusedColwiseParallel(ColwiseParallel):
             if outputs % self.sections:
                 raise ValueError(
                     coded(
-                        "HP404", f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size"
+                        "HP404",
+                        f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size",
                     )
                 )
             self._sizes = (outputs // self.sections,) * self.sections
         else:
             if sum(self.sections) != outputs:
                 raise ValueError(
-                    coded("HP404", f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs")
+                    coded(
+                        "HP404",
+                        f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs",
+                    )
                 )
             self._sizes = self.sections
         return super().apply(module, device_mesh)
@@ -227,15 +271,27 @@ class RowwiseParallel(_Projected):
         projection, line = self._projection(module), Line(device_mesh)
         self._distribute(module, "weight", device_mesh, Shard(projection.into))
         self._distribute(module, "bias", device_mesh, Replicate())
-        wanted = Replicate() if projection.kind == "embedding" else Shard(projection.features)
-        self._enclose(module, line, self.input_layouts or wanted, wanted, self.output_layouts or Replicate())
+        wanted = (
+            Replicate()
+            if projection.kind == "embedding"
+            else Shard(projection.features)
+        )
+        self._enclose(
+            module,
+            line,
+            self.input_layouts or wanted,
+            wanted,
+            self.output_layouts or Replicate(),
+        )
         return module
 
 
 class SequenceParallel(ParallelStyle):
     """For norms and dropout: parameters are copies, activations are cut at ``sequence_dim``."""
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+    def __init__(
+        self, *, sequence_dim: int = 1, use_local_output: bool = False
+    ) -> None:
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
 
@@ -255,7 +311,9 @@ class SequenceParallel(ParallelStyle):
 
         platform.register_forward_pre_hook(module, enter)
         if self.use_local_output:
-            platform.register_forward_hook(module, lambda owner, _, output: handed_out(owner, output))
+            platform.register_forward_hook(
+                module, lambda owner, _, output: handed_out(owner, output)
+            )
         return module
 
 
@@ -278,7 +336,10 @@ class Replicated(ParallelStyle):
         see_whole_tensors(module, Line(device_mesh))
         if self.use_local_output:
             platform.register_forward_hook(
-                module, lambda owner, _, output: platform.apply_to_tensors(lambda x: handed_out(owner, x), output)
+                module,
+                lambda owner, _, output: platform.apply_to_tensors(
+                    lambda x: handed_out(owner, x), output
+                ),
             )
         return module
 
@@ -289,13 +350,17 @@ def see_whole_tensors(module: Any, line: Line) -> None:
     take = line.taker()
 
     def enter(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = platform.apply_to_tensors(lambda x: take(owner, x), (args, kwargs))
+        args, kwargs = platform.apply_to_tensors(
+            lambda x: take(owner, x), (args, kwargs)
+        )
         RUNNING.stack.append((owner, MODES.replicate_plain))
         MODES.replicate_plain = True
         return args, kwargs
 
     def leave(owner: Any, *_: Any) -> None:
-        if RUNNING.stack and RUNNING.stack[-1][0] is owner:  # not where an input was refused
+        if (
+            RUNNING.stack and RUNNING.stack[-1][0] is owner
+        ):  # not where an input was refused
             _, MODES.replicate_plain = RUNNING.stack.pop()
 
     platform.register_forward_pre_hook(module, enter, with_kwargs=True)

@@ -22,7 +22,16 @@ from hyper_parallel.platform.mindspore.training import Training
 from hyper_parallel.platform.platform import PlatformType
 
 
-class MindSporePlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training, Operators):
+class MindSporePlatform(
+    Differentiable,
+    Modules,
+    Gradients,
+    Recompute,
+    DeferredInit,
+    Interop,
+    Training,
+    Operators,
+):
     """MindSpore as the core sees it."""
 
     Tensor = mindspore.Tensor
@@ -36,6 +45,8 @@ class MindSporePlatform(Differentiable, Modules, Gradients, Recompute, DeferredI
     tensor_dtype = mindspore
 
     def get_symmetric_memory_handler(self) -> Any:
-        from hyper_parallel.platform.mindspore.symmetric_memory import SymmetricMemoryHandler
+        from hyper_parallel.platform.mindspore.symmetric_memory import (
+            SymmetricMemoryHandler,
+        )
 
         return SymmetricMemoryHandler(self)

@@ -13,7 +13,11 @@ from typing import Any
 
 from hyper_parallel.platform.mindspore import private
 
-_IN_PLACE = ("Inplace", "Assign", "Scatter")  # how the names of operators begin that may change an operand
+_IN_PLACE = (
+    "Inplace",
+    "Assign",
+    "Scatter",
+)  # how the names of operators begin that may change an operand
 _count = 0
 
 
@@ -48,6 +52,10 @@ def show_with(tensor: Any, source: Any) -> None:
 
 def version_of(tensor: Any) -> int | None:
     """A number that is another after a change; None where a change would not be seen."""
-    if getattr(tensor, "_is_shown", False) or private.is_leaf(tensor) or not private.requires_grad(tensor):
+    if (
+        getattr(tensor, "_is_shown", False)
+        or private.is_leaf(tensor)
+        or not private.requires_grad(tensor)
+    ):
         return None
     return _count

@@ -31,7 +31,9 @@ _EXCHANGE = "exchange"
 class Handle:
     """An operation under way: ``wait()`` returns when its tensor may be read, or raises a CommunicationError."""
 
-    def __init__(self, is_ready: Callable[[], bool], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, is_ready: Callable[[], bool], finish: Callable[[], None]
+    ) -> None:
         self._is_ready = is_ready
         self._finish: Callable[[], None] | None = finish
 
@@ -54,20 +56,29 @@ class Collectives(Groups):
         super().__init__()
         self._backwards = 0  # that are under way in our autograd functions
 
-    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:  # noqa: ARG002
+    def barrier(
+        self,
+        group: Any = None,
+        async_op: bool = False,
+        device_ids: Any = None,  # noqa: ARG002
+    ) -> Any:
         """Untested on hardware: by hccl."""
         resolved = self._group("barrier", group)
         self._announce(lambda: Call("barrier"), resolved)
         if self._is_native():
             handle = _native(hccl.barrier(resolved))
         else:
-            handle = self._meet(Call("barrier"), resolved, [b""] * resolved.size(), lambda _: None)
+            handle = self._meet(
+                Call("barrier"), resolved, [b""] * resolved.size(), lambda _: None
+            )
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def all_reduce(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def all_reduce(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         """Untested on hardware: by hccl."""
         group = self._group("all_reduce", group_info)
         check_tensor("all_reduce", data)
@@ -80,11 +91,16 @@ class Collectives(Groups):
             return self._result(data, _native(work, self._into(data, buffer)), async_op)
         mine = self._read(data)
         handle = self._meet(
-            call, group, [mine] * group.size(), lambda pieces: self._write(data, reduced(pieces, op, data))
+            call,
+            group,
+            [mine] * group.size(),
+            lambda pieces: self._write(data, reduced(pieces, op, data)),
         )
         return self._result(data, handle, async_op)
 
-    def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False
+    ) -> Any:
         """Untested on hardware: by hccl."""
         name = "all_gather_into_tensor"
         group = self._group(name, group_info)
@@ -97,10 +113,17 @@ class Collectives(Groups):
             work = hccl.all_gather(output, data.contiguous().reshape(shape), group)
             return self._result(output, _native(work), async_op)
         mine = self._read(data)
-        handle = self._meet(call, group, [mine] * group.size(), lambda pieces: self._write(output, b"".join(pieces)))
+        handle = self._meet(
+            call,
+            group,
+            [mine] * group.size(),
+            lambda pieces: self._write(output, b"".join(pieces)),
+        )
         return self._result(output, handle, async_op)
 
-    def reduce_scatter_tensor(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def reduce_scatter_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         """Untested on hardware: by hccl."""
         name = "reduce_scatter_tensor"
         group = self._group(name, group_info)
@@ -110,21 +133,33 @@ class Collectives(Groups):
         if data.ndim == 0 or data.shape[0] % size:
             raise ValueError(
                 coded(
-                    "HP123", f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks"
+                    "HP123",
+                    f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
                 )
             )
         call = Call.on(name, data, op)
         self._announce(lambda: call, group, _share(data, group))
         output = self._unset((data.shape[0] // size, *data.shape[1:]), data)
         if self._is_native():
-            work = hccl.reduce_scatter(output, data.contiguous(), _reduction(op, data), group)
+            work = hccl.reduce_scatter(
+                output, data.contiguous(), _reduction(op, data), group
+            )
             return self._result(output, _native(work), async_op)
         sent = _cut(self._read(data), [1] * size)
-        handle = self._meet(call, group, sent, lambda pieces: self._write(output, reduced(pieces, op, output)))
+        handle = self._meet(
+            call,
+            group,
+            sent,
+            lambda pieces: self._write(output, reduced(pieces, op, output)),
+        )
         return self._result(output, handle, async_op)
 
     def all_to_all_single(
-        self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
+        self,
+        input_tensor: Any,
+        output_shape: Sequence[int],
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         """Untested on hardware: by hccl."""
         call = "all_to_all_single"
@@ -132,7 +167,12 @@ class Collectives(Groups):
         check_tensor(call, input_tensor)
         size = resolved.size()
         shape = tuple(output_shape)
-        if input_tensor.ndim == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
+        if (
+            input_tensor.ndim == 0
+            or not shape
+            or input_tensor.shape[0] % size
+            or shape[0] % size
+        ):
             raise ValueError(
                 coded(
                     "HP123",
@@ -142,7 +182,10 @@ class Collectives(Groups):
             )
         if math.prod(shape) != input_tensor.size:
             raise ValueError(
-                coded("HP123", f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements")
+                coded(
+                    "HP123",
+                    f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements",
+                )
             )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
         if async_op:
@@ -161,7 +204,11 @@ class Collectives(Groups):
         if self._is_native():
             buffer = data.contiguous()
             return self._result(
-                data, _native(hccl.broadcast(buffer, src, resolved), self._into(data, buffer)), async_op
+                data,
+                _native(
+                    hccl.broadcast(buffer, src, resolved), self._into(data, buffer)
+                ),
+                async_op,
             )
         mine = self._read(data) if is_source else b""
         origin = resolved.ranks.index(src)
@@ -170,9 +217,13 @@ class Collectives(Groups):
             if not is_source:
                 self._write(data, pieces[origin])
 
-        return self._result(data, self._meet(call, resolved, [mine] * resolved.size(), finish), async_op)
+        return self._result(
+            data, self._meet(call, resolved, [mine] * resolved.size(), finish), async_op
+        )
 
-    def isend(self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def isend(
+        self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         """Untested on hardware: by hccl, which knows no tags."""
         resolved = self._group("isend", group)
         check_tensor("isend", tensor)
@@ -183,7 +234,9 @@ class Collectives(Groups):
         self._post(resolved).send(peer, tag, _facts(tensor), self._read(tensor))
         return Handle(lambda: True, lambda: None)
 
-    def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def irecv(
+        self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         """Untested on hardware: by hccl, which knows no tags and needs ``src``."""
         resolved = self._group("irecv", group)
         check_tensor("irecv", tensor)
@@ -191,7 +244,9 @@ class Collectives(Groups):
         self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
         if self._is_native():
             buffer = tensor.contiguous()
-            return _native(hccl.receive(buffer, src, resolved), self._into(tensor, buffer))
+            return _native(
+                hccl.receive(buffer, src, resolved), self._into(tensor, buffer)
+            )
         post = self._post(resolved)
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
         number = None if peer is None else post.claim(peer, tag)
@@ -208,9 +263,18 @@ class Collectives(Groups):
                 )
             self._write(tensor, data)
 
-        return Handle(lambda: peer is not None and number is not None and post.has_letter(peer, tag, number), finish)
+        return Handle(
+            lambda: (
+                peer is not None
+                and number is not None
+                and post.has_letter(peer, tag, number)
+            ),
+            finish,
+        )
 
-    def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+    def send_object_list(
+        self, obj_list: list[Any], dst: int | None = None, group: Any = None
+    ) -> None:
         """Untested on hardware: by hccl."""
         resolved = self._group("send_object_list", group)
         peer = self._check_peer("send_object_list", "dst", dst, resolved)
@@ -219,7 +283,9 @@ class Collectives(Groups):
         else:
             self._post(resolved).send(peer, _OBJECTS, (), pickle.dumps(obj_list))
 
-    def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
+    def recv_object_list(
+        self, obj_list: list[Any], src: int | None = None, group: Any = None
+    ) -> int:
         """Untested on hardware: by hccl."""
         call = "recv_object_list"
         resolved = self._group(call, group)
@@ -233,13 +299,16 @@ class Collectives(Groups):
         if len(found) != len(obj_list):
             raise ValueError(
                 coded(
-                    "HP124", f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots"
+                    "HP124",
+                    f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots",
                 )
             )
         obj_list[:] = found
         return sender
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: Any = None
+    ) -> None:
         """Untested on hardware: by hccl."""
         name = "all_gather_object"
         resolved = self._group(name, group)
@@ -259,7 +328,9 @@ class Collectives(Groups):
         def finish(pieces: Sequence[bytes]) -> None:
             object_list[:] = [pickle.loads(piece) for piece in pieces]  # noqa: S301 - from ranks of our own job
 
-        self._meet(Call(name), resolved, [pickle.dumps(obj)] * resolved.size(), finish).wait()
+        self._meet(
+            Call(name), resolved, [pickle.dumps(obj)] * resolved.size(), finish
+        ).wait()
 
     # --- shared by this class and the differentiable collectives
 
@@ -274,7 +345,10 @@ class Collectives(Groups):
     ) -> tuple[Any, Handle]:
         """Starts an all-to-all along dim 0; returns the output and its handle."""
         if output_splits is None or input_splits is None:
-            call, received = Call.on(name, source, f"to {tuple(shape)}"), _share(source, group)
+            call, received = (
+                Call.on(name, source, f"to {tuple(shape)}"),
+                _share(source, group),
+            )
             input_splits = output_splits = None
         else:  # the sizes along dim 0 may differ, but must fit crosswise
             row = math.prod(source.shape[1:]) * source.itemsize
@@ -284,9 +358,15 @@ class Collectives(Groups):
         self._announce(lambda: call, group, received)
         output = self._unset(tuple(shape), source)
         if self._is_native():
-            return output, _native(hccl.exchange(output, source.contiguous(), output_splits, input_splits, group))
+            return output, _native(
+                hccl.exchange(
+                    output, source.contiguous(), output_splits, input_splits, group
+                )
+            )
         sent = _cut(self._read(source), input_splits or [1] * group.size())
-        return output, self._meet(call, group, sent, lambda pieces: self._write(output, b"".join(pieces)))
+        return output, self._meet(
+            call, group, sent, lambda pieces: self._write(output, b"".join(pieces))
+        )
 
     def _exchange_with(self, tensor: Any, peer: int, group: Group) -> Any:
         """The peer's tensor, of the same shape, for this rank's."""
@@ -302,12 +382,21 @@ class Collectives(Groups):
         post.send(peer, _EXCHANGE, ours, self._read(tensor))
         _, theirs, data = post.await_letter(name, peer, _EXCHANGE, number)
         if theirs != ours:
-            raise ValueError(coded("HP124", f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}"))
+            raise ValueError(
+                coded(
+                    "HP124",
+                    f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}",
+                )
+            )
         self._write(output, data)
         return output
 
     def _meet(
-        self, call: Call, group: Group, pieces: Sequence[bytes], finish: Callable[[Sequence[bytes]], None]
+        self,
+        call: Call,
+        group: Group,
+        pieces: Sequence[bytes],
+        finish: Callable[[Sequence[bytes]], None],
     ) -> Handle:
         """Leaves this rank's pieces for the others; the handle finishes with what they have for this rank."""
         in_order = group.issued <= self._compared_first
@@ -323,12 +412,16 @@ class Collectives(Groups):
         assert self._job is not None
         return self._job
 
-    def _announce(self, describe: Callable[[], Call], group: Group, nbytes: int = 0) -> None:
+    def _announce(
+        self, describe: Callable[[], Call], group: Group, nbytes: int = 0
+    ) -> None:
         """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
         "nothing."""
         group.issued += 1
         in_order = group.issued <= self._compared_first
-        if (self._checks_collectives or in_order) and self._is_native():  # on a CPU every note is compared
+        if (
+            self._checks_collectives or in_order
+        ) and self._is_native():  # on a CPU every note is compared
             call = replace(describe(), line=users_line())
             calls: list[Any] = [None] * group.size()
             hccl.gather_objects(calls, call, group)
@@ -364,12 +457,18 @@ class Collectives(Groups):
 
     def _into(self, data: Any, buffer: Any) -> Callable[[], None]:
         """Copies what came where it belongs, if it came elsewhere."""
-        return (lambda: None) if buffer.data_ptr() == data.data_ptr() else lambda: self.copy_into(data, buffer)
+        return (
+            (lambda: None)
+            if buffer.data_ptr() == data.data_ptr()
+            else lambda: self.copy_into(data, buffer)
+        )
 
     def _unset(self, shape: Sequence[int], like: Any) -> Any:
         if self._is_native():
             return self.empty(shape, like.dtype)
-        return self.tensor_from_bytes(np.empty(math.prod(shape) * like.itemsize, np.uint8), like.dtype, shape)
+        return self.tensor_from_bytes(
+            np.empty(math.prod(shape) * like.itemsize, np.uint8), like.dtype, shape
+        )
 
     def _read(self, tensor: Any) -> bytes:
         """The elements, one after the other."""
@@ -385,40 +484,62 @@ class Collectives(Groups):
     def _check_member(self, call: str, name: str, rank: Any, group: Group) -> int:
         if rank not in group.ranks or isinstance(rank, bool):
             raise ValueError(
-                coded("HP122", f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}")
+                coded(
+                    "HP122",
+                    f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}",
+                )
             )
         return int(rank)
 
     def _check_peer(self, call: str, name: str, rank: Any, group: Group) -> int:
         if self._check_member(call, name, rank, group) == self.get_rank():
-            raise ValueError(coded("HP122", f"{call}: {name} is this rank, {rank}, itself"))
+            raise ValueError(
+                coded("HP122", f"{call}: {name} is this rank, {rank}, itself")
+            )
         return int(rank)
 
 
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, mindspore.Tensor):
-        raise TypeError(coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}"))
+        raise TypeError(
+            coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}")
+        )
 
 
 def check_reducible(call: str, data: Any, op: str) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in REDUCE_OPS:
-        raise ValueError(coded("HP121", f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}"))
+        raise ValueError(
+            coded(
+                "HP121",
+                f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
+            )
+        )
     kind = dtype_name(data)
     if op == "avg" and not kind.startswith(("float", "bfloat", "complex")):
         raise ValueError(
-            coded("HP121", f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide")
+            coded(
+                "HP121",
+                f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide",
+            )
         )
     if kind.startswith("complex") and op in ("max", "min", "prod"):
         raise ValueError(coded("HP121", f"{call}: {op} is not defined for {kind}"))
     if kind.startswith("float8"):
-        raise ValueError(coded("HP121", f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32"))
+        raise ValueError(
+            coded(
+                "HP121",
+                f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32",
+            )
+        )
 
 
 def _reduction(op: str, data: Any) -> str:
     """For bools a sum is "any" and a product "all", as in torch."""
-    return {"sum": "max", "prod": "min"}.get(op, op) if dtype_name(data) == "bool" else op
+    return (
+        {"sum": "max", "prod": "min"}.get(op, op) if dtype_name(data) == "bool" else op
+    )
 
 
 def reduced(pieces: Sequence[bytes], op: str, like: Any) -> bytes:
@@ -426,12 +547,16 @@ def reduced(pieces: Sequence[bytes], op: str, like: Any) -> bytes:
     if not like.size:
         return b""
     dtype = like.asnumpy().dtype
-    wide = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype  # float16, bfloat16
+    wide = (
+        np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    )  # float16, bfloat16
     total = np.frombuffer(pieces[0], dtype).astype(wide)
     combine = _COMBINE[_reduction(op, like)]
     for piece in pieces[1:]:
         total = combine(total, np.frombuffer(piece, dtype).astype(wide))
-    return bytes((total / len(pieces) if op == "avg" else total).astype(dtype).tobytes())
+    return bytes(
+        (total / len(pieces) if op == "avg" else total).astype(dtype).tobytes()
+    )
 
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {

@@ -49,4 +49,6 @@ def tensor(shape: Sequence[int], dtype: Any, draw: Draw | None) -> Any:
 def derived(source: Any, shape: Sequence[int], function: Callable[[Any], Any]) -> Any:
     """A tensor without data that will have what the function makes of the source's data."""
     draw = draw_of(source)
-    return tensor(shape, source.dtype, None if draw is None else lambda: function(draw()))
+    return tensor(
+        shape, source.dtype, None if draw is None else lambda: function(draw())
+    )

@@ -52,7 +52,9 @@ class DeferredInit(Platform):
     def meta_device(self) -> str:
         return META
 
-    def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[None]:
+    def init_on_device(
+        self, device: Any, include_buffers: bool = False
+    ) -> AbstractContextManager[None]:
         """A context in which new parameters, and buffers if asked, land on ``device``.
 
         On the meta device those that are made by an initialiser get no data, and ``numpy.random``, from which it would
@@ -63,7 +65,8 @@ class DeferredInit(Platform):
         if where not in (META, self.device()):
             raise ValueError(
                 coded(
-                    "HP131", f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}"
+                    "HP131",
+                    f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}",
                 )
             )
         return _deferring(include_buffers) if where == META else nullcontext()
@@ -75,14 +78,32 @@ class DeferredInit(Platform):
         no more than one whole parameter is held at a time. Others are a ValueError: nobody knows their initialiser.
         """
         if not isinstance(module, nn.Cell):
-            raise ValueError(coded("HP131", f"init_parameters: expected a mindspore.nn.Cell, got {module!r}"))
-        if not isinstance(stage_index, int) or isinstance(stage_index, bool) or stage_index < 0:
             raise ValueError(
-                coded("HP131", f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}")
+                coded(
+                    "HP131",
+                    f"init_parameters: expected a mindspore.nn.Cell, got {module!r}",
+                )
+            )
+        if (
+            not isinstance(stage_index, int)
+            or isinstance(stage_index, bool)
+            or stage_index < 0
+        ):
+            raise ValueError(
+                coded(
+                    "HP131",
+                    f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
+                )
             )
         tensors = [*module.parameters_and_names(), *module.named_buffers()]
-        empty = {name: tensor for name, tensor in tensors if self.is_meta(self._shard(tensor))}
-        if lost := [name for name, tensor in empty.items() if self._draw_of(tensor) is None]:
+        empty = {
+            name: tensor
+            for name, tensor in tensors
+            if self.is_meta(self._shard(tensor))
+        }
+        if lost := [
+            name for name, tensor in empty.items() if self._draw_of(tensor) is None
+        ]:
             raise ValueError(
                 coded(
                     "HP131",
@@ -99,7 +120,11 @@ class DeferredInit(Platform):
         return deferred.draw_of(self._shard(parameter))
 
     def _shard(self, parameter: Any) -> Any:
-        return parameter.to_local() if isinstance(parameter, self.DTensorBase) else parameter
+        return (
+            parameter.to_local()
+            if isinstance(parameter, self.DTensorBase)
+            else parameter
+        )
 
 
 @contextmanager
@@ -112,7 +137,11 @@ def _deferring(include_buffers: bool) -> Iterator[None]:
         if self.has_init and self.init_mode is not None:
             _defer(self)
 
-    hook = register_cell_buffer_registration_hook(_buffer_on_meta) if include_buffers else None
+    hook = (
+        register_cell_buffer_registration_hook(_buffer_on_meta)
+        if include_buffers
+        else None
+    )
     with no_init_parameters():
         Parameter.__init__ = without_data
         try:
@@ -124,8 +153,14 @@ def _deferring(include_buffers: bool) -> Iterator[None]:
 
 
 def _buffer_on_meta(_cell: Any, _name: str, buffer: Any) -> Any:
-    is_real = buffer is not None and not isinstance(buffer, DTensorBase) and not buffer.is_meta
-    return deferred.tensor(buffer.shape, buffer.dtype, lambda: buffer) if is_real else None
+    is_real = (
+        buffer is not None
+        and not isinstance(buffer, DTensorBase)
+        and not buffer.is_meta
+    )
+    return (
+        deferred.tensor(buffer.shape, buffer.dtype, lambda: buffer) if is_real else None
+    )
 
 
 def _defer(parameter: Any) -> None:
@@ -149,6 +184,8 @@ def _drawn(source: Any, state: Any) -> Any:
     now = np.random.get_state()
     np.random.set_state(state)
     try:
-        return mindspore.Tensor(None, source.dtype, source.shape, source.init).init_data()
+        return mindspore.Tensor(
+            None, source.dtype, source.shape, source.init
+        ).init_data()
     finally:
         np.random.set_state(now)

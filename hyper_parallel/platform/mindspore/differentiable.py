@@ -30,7 +30,12 @@ from hyper_parallel.platform.checks import (
     meet,
 )
 from hyper_parallel.platform.mindspore import private
-from hyper_parallel.platform.mindspore.collectives import Collectives, check_reducible, check_tensor, reduced
+from hyper_parallel.platform.mindspore.collectives import (
+    Collectives,
+    check_reducible,
+    check_tensor,
+    reduced,
+)
 from hyper_parallel.platform.mindspore.empty import has_gradient
 from hyper_parallel.platform.mindspore.meeting import Group
 from hyper_parallel.platform.transform import chunk_sizes
@@ -49,18 +54,26 @@ class Differentiable(Collectives):
             return self.all_reduce(self.clone(data), resolved, op=op)
         return _AllReduce.apply(data, op, resolved, self)
 
-    def reduction_gradient(self, op: str, grad: Any, data: Any, result: Any, group: Any) -> Any:
+    def reduction_gradient(
+        self, op: str, grad: Any, data: Any, result: Any, group: Any
+    ) -> Any:
         resolved = self._group("reduction_gradient", group)
         if op == "sum":
             return grad
         if op == "avg":
             return grad / resolved.size()
-        if dtype_name(grad) == "bfloat16":  # few operators have a kernel for it on a CPU; float32 holds its numbers
+        if (
+            dtype_name(grad) == "bfloat16"
+        ):  # few operators have a kernel for it on a CPU; float32 holds its numbers
             wide = [x.to(mindspore.float32) for x in (grad, data, result)]
-            return self.reduction_gradient(op, wide[0], wide[1], wide[2], resolved).to(grad.dtype)
+            return self.reduction_gradient(op, wide[0], wide[1], wide[2], resolved).to(
+                grad.dtype
+            )
         if op in ("max", "min"):
             won = (data == result).to(grad.dtype)
-            return grad * won / self.all_reduce(self.clone(won), resolved)  # ties share, as in torch.amax
+            return (
+                grad * won / self.all_reduce(self.clone(won), resolved)
+            )  # ties share, as in torch.amax
         # The product of the others: the result divided by this rank's data would fail where that is zero.
         zero, one = self.full_like(data, 0), self.full_like(data, 1)
         is_zero = data == zero
@@ -71,7 +84,12 @@ class Differentiable(Collectives):
         return grad * mint.where(zeros == here, product / nonzero, zero)
 
     def differentiable_all_gather_concat(
-        self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
+        self,
+        data: Any,
+        group: Any,
+        concat_size: int,
+        concat_dim: int,
+        sizes: Sequence[int] | None = None,
     ) -> Any:
         call = "differentiable_all_gather_concat"
         resolved = self._group(call, group)
@@ -79,9 +97,17 @@ class Differentiable(Collectives):
         dim = check_dim(call, "concat_dim", data, concat_dim)
         check_count(call, "concat_size", concat_size, resolved)
         data = _without_gradient_of_integers(data)
-        return _AllGather.apply(data, dim, tuple(check_sizes(call, data, dim, sizes, resolved)), resolved, self)
+        return _AllGather.apply(
+            data,
+            dim,
+            tuple(check_sizes(call, data, dim, sizes, resolved)),
+            resolved,
+            self,
+        )
 
-    def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
+    def differentiable_reduce_scatter(
+        self, data: Any, dev_num: int, axis: int, op: str, group: Any
+    ) -> Any:
         call = "differentiable_reduce_scatter"
         resolved = self._group(call, group)
         check_tensor(call, data)
@@ -89,12 +115,21 @@ class Differentiable(Collectives):
         check_count(call, "dev_num", dev_num, resolved)
         check_reducible(call, data, op)
         data = _without_gradient_of_integers(data)
-        return _ReduceScatter.apply(data, dim, tuple(chunk_sizes(data.shape[dim], dev_num)), op, resolved, self)
+        return _ReduceScatter.apply(
+            data, dim, tuple(chunk_sizes(data.shape[dim], dev_num)), op, resolved, self
+        )
 
-    def differentiable_all_to_all(self, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
+    def differentiable_all_to_all(
+        self, input_data: Any, output_shape: Sequence[int], group: Any
+    ) -> Any:
         resolved = self._group("differentiable_all_to_all", group)
         check_tensor("differentiable_all_to_all", input_data)
-        return _AllToAll.apply(_without_gradient_of_integers(input_data), tuple(output_shape), resolved, self)
+        return _AllToAll.apply(
+            _without_gradient_of_integers(input_data),
+            tuple(output_shape),
+            resolved,
+            self,
+        )
 
     def differentiable_all_to_all_single(
         self,
@@ -104,7 +139,9 @@ class Differentiable(Collectives):
         group: Any,
     ) -> Any:
         call = "differentiable_all_to_all_single"
-        return self._uneven_all_to_all(call, input_tensor, input_splits, output_splits, group)
+        return self._uneven_all_to_all(
+            call, input_tensor, input_splits, output_splits, group
+        )
 
     def differentiable_all_to_all_single_async(
         self,
@@ -116,7 +153,9 @@ class Differentiable(Collectives):
         """Untested on hardware: on an accelerator ``wait()`` makes the current stream wait and the host goes on."""
         # The two are one on every device: on a CPU a tensor may not be handed out before it is there.
         call = "differentiable_all_to_all_single_async"
-        return self._uneven_all_to_all(call, input_tensor, input_splits, output_splits, group)
+        return self._uneven_all_to_all(
+            call, input_tensor, input_splits, output_splits, group
+        )
 
     def _uneven_all_to_all(
         self,
@@ -128,9 +167,16 @@ class Differentiable(Collectives):
     ) -> Any:
         resolved = self._group(call, group)
         check_tensor(call, x)
-        inputs, outputs = check_all_to_all(call, x, input_splits, output_splits, resolved.size())
+        inputs, outputs = check_all_to_all(
+            call, x, input_splits, output_splits, resolved.size()
+        )
         return _UnevenAllToAll.apply(
-            _without_gradient_of_integers(x), tuple(inputs), tuple(outputs), resolved, self, call
+            _without_gradient_of_integers(x),
+            tuple(inputs),
+            tuple(outputs),
+            resolved,
+            self,
+            call,
         )
 
     def differentiable_async_a2a_launch(
@@ -145,11 +191,15 @@ class Differentiable(Collectives):
         call = "differentiable_async_a2a_launch"
         resolved = self._group(call, group)
         check_tensor(call, x)
-        _, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)  # the wait uses the other
+        _, split = check_transposed(
+            call, x, world_size, concat_dim, split_dim, resolved
+        )  # the wait uses the other
         check_split(call, x, split, world_size)
         with self.no_grad():
             pieces = _to_pieces(x, split, world_size)
-            buffer, work = self._exchange(call, pieces, pieces.shape, None, None, resolved)
+            buffer, work = self._exchange(
+                call, pieces, pieces.shape, None, None, resolved
+            )
         return _Launched.apply(x, split, _Box(handle_box)), work, buffer
 
     def differentiable_async_a2a_wait(
@@ -166,9 +216,13 @@ class Differentiable(Collectives):
         call = "differentiable_async_a2a_wait"
         resolved = self._group(call, group)
         check_tensor(call, x)
-        concat, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)
+        concat, split = check_transposed(
+            call, x, world_size, concat_dim, split_dim, resolved
+        )
         check_pieces(call, x, out_perm, split, world_size)
-        return _AsyncWait.apply(x, work, out_perm, resolved, concat, split, _Box(handle_box), self)
+        return _AsyncWait.apply(
+            x, work, out_perm, resolved, concat, split, _Box(handle_box), self
+        )
 
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
         check_hook(hook_name)
@@ -191,19 +245,32 @@ class Differentiable(Collectives):
         if x.shape[dim] < widest:
             padding = list(x.shape)
             padding[dim] = widest - (x.shape[dim] if x.size else 0)
-            x = mint.cat((x, self.zeros(padding, x.dtype)), dim) if x.size else self.zeros(padding, x.dtype)
+            x = (
+                mint.cat((x, self.zeros(padding, x.dtype)), dim)
+                if x.size
+                else self.zeros(padding, x.dtype)
+            )
         joined = self.all_gather_into_tensor(x, group)
         if dim == 0 and all(size == widest for size in sizes):
             return joined
         rows = x.shape[0]
         pieces = [mint.narrow(joined, 0, i * rows, rows) for i in range(len(sizes))]
-        kept = [mint.narrow(piece, dim, 0, size) for piece, size in zip(pieces, sizes, strict=True) if size]
+        kept = [
+            mint.narrow(piece, dim, 0, size)
+            for piece, size in zip(pieces, sizes, strict=True)
+            if size
+        ]
         return mint.cat(tuple(kept), dim) if kept else pieces[0]  # of all ranks nothing
 
-    def _reduce_scatter_dim(self, x: Any, dim: int, sizes: Sequence[int], op: str, group: Group) -> Any:
+    def _reduce_scatter_dim(
+        self, x: Any, dim: int, sizes: Sequence[int], op: str, group: Group
+    ) -> Any:
         """This rank's piece, of ``sizes`` along ``dim``, of the reduction of ``x``."""
         starts = itertools.accumulate(sizes, initial=0)
-        pieces = [mint.narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+        pieces = [
+            mint.narrow(x, dim, start, size)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
         mine = tuple(pieces[group.rank()].shape)
         if all(size == sizes[0] for size in sizes):
             if not x.size:
@@ -212,10 +279,17 @@ class Differentiable(Collectives):
             return self.reduce_scatter_tensor(stacked, group, op=op)
         counts = [math.prod(piece.shape) for piece in pieces]
         count = math.prod(mine)
-        flat = [piece.contiguous().reshape(-1) for piece in pieces if math.prod(piece.shape)]
+        flat = [
+            piece.contiguous().reshape(-1) for piece in pieces if math.prod(piece.shape)
+        ]
         source = mint.cat(tuple(flat), 0) if flat else self.empty((0,), x.dtype)
         received, work = self._exchange(
-            "reduce_scatter", source, (len(sizes) * count,), [count] * len(sizes), counts, group
+            "reduce_scatter",
+            source,
+            (len(sizes) * count,),
+            [count] * len(sizes),
+            counts,
+            group,
         )
         work.wait()
         return self._reduced_pieces(received, mine, op)
@@ -224,12 +298,20 @@ class Differentiable(Collectives):
         """The reduction of pieces that came one after the other, in rank order."""
         if self._is_native():
             pieces = received.reshape((-1, *shape))
-            reduce: Any = {"sum": mint.sum, "avg": mint.mean, "max": mint.amax, "min": mint.amin, "prod": mint.prod}
+            reduce: Any = {
+                "sum": mint.sum,
+                "avg": mint.mean,
+                "max": mint.amax,
+                "min": mint.amin,
+                "prod": mint.prod,
+            }
             return reduce[op](pieces, 0)
         output = self._unset(shape, received)
         data, length = self._read(received), math.prod(shape) * received.itemsize
         if length:
-            pieces = [data[start : start + length] for start in range(0, len(data), length)]
+            pieces = [
+                data[start : start + length] for start in range(0, len(data), length)
+            ]
             self._write(output, reduced(pieces, op, output))
         return output
 
@@ -248,7 +330,9 @@ class _Box:
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, data: Any, op: str, group: Group, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any, data: Any, op: str, group: Group, platform: Differentiable
+    ) -> Any:
         ctx.op, ctx.group, ctx.platform = op, group, platform
         output = platform.all_reduce(platform.clone(data), group, op=op)
         if op in ("max", "min", "prod"):
@@ -261,28 +345,54 @@ class _AllReduce(Function):
             # Every rank's result depends on this rank's data, so their gradients add up.
             total = _AllReduce.apply(grad, "sum", ctx.group, ctx.platform)
             data, result = ctx.saved_tensors or (None, None)
-            return ctx.platform.reduction_gradient(ctx.op, total, data, result, ctx.group), None, None, None
+            return (
+                ctx.platform.reduction_gradient(ctx.op, total, data, result, ctx.group),
+                None,
+                None,
+                None,
+            )
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, data: Any, dim: int, sizes: tuple[int, ...], group: Group, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any,
+        data: Any,
+        dim: int,
+        sizes: tuple[int, ...],
+        group: Group,
+        platform: Differentiable,
+    ) -> Any:
         ctx.dim, ctx.sizes, ctx.group, ctx.platform = dim, sizes, group, platform
         return platform._gather_dim(data, dim, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with ctx.platform._in_backward():
-            own = _ReduceScatter.apply(grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform)
+            own = _ReduceScatter.apply(
+                grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform
+            )
         return own, None, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(
-        ctx: Any, data: Any, dim: int, sizes: tuple[int, ...], op: str, group: Group, platform: Differentiable
+        ctx: Any,
+        data: Any,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: str,
+        group: Group,
+        platform: Differentiable,
     ) -> Any:
-        ctx.dim, ctx.sizes, ctx.op, ctx.group, ctx.platform = dim, sizes, op, group, platform
+        ctx.dim, ctx.sizes, ctx.op, ctx.group, ctx.platform = (
+            dim,
+            sizes,
+            op,
+            group,
+            platform,
+        )
         output = platform._reduce_scatter_dim(data, dim, sizes, op, group)
         if op in ("max", "min", "prod"):
             ctx.save_for_backward(data, output)
@@ -296,20 +406,33 @@ class _ReduceScatter(Function):
         with ctx.platform._in_backward():
             data, piece = ctx.saved_tensors or (None, None)
             result = gather(piece) if piece is not None else None
-            own = ctx.platform.reduction_gradient(ctx.op, gather(grad), data, result, ctx.group)
+            own = ctx.platform.reduction_gradient(
+                ctx.op, gather(grad), data, result, ctx.group
+            )
         return own, None, None, None, None, None
 
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, data: Any, output_shape: tuple[int, ...], group: Group, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any,
+        data: Any,
+        output_shape: tuple[int, ...],
+        group: Group,
+        platform: Differentiable,
+    ) -> Any:
         ctx.input_shape, ctx.group, ctx.platform = tuple(data.shape), group, platform
         return platform.all_to_all_single(data, output_shape, group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with ctx.platform._in_backward():
-            return _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform), None, None, None
+            return (
+                _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform),
+                None,
+                None,
+                None,
+            )
 
 
 class _UnevenAllToAll(Function):
@@ -323,15 +446,25 @@ class _UnevenAllToAll(Function):
         platform: Differentiable,
         call: str,
     ) -> Any:
-        ctx.inputs, ctx.outputs, ctx.group, ctx.platform, ctx.call = inputs, outputs, group, platform, call
-        output, work = platform._exchange(call, data, (sum(outputs), *data.shape[1:]), outputs, inputs, group)
+        ctx.inputs, ctx.outputs, ctx.group, ctx.platform, ctx.call = (
+            inputs,
+            outputs,
+            group,
+            platform,
+            call,
+        )
+        output, work = platform._exchange(
+            call, data, (sum(outputs), *data.shape[1:]), outputs, inputs, group
+        )
         work.wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with ctx.platform._in_backward():
-            reverse = _UnevenAllToAll.apply(grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call)
+            reverse = _UnevenAllToAll.apply(
+                grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call
+            )
         return reverse, None, None, None, None, None
 
 
@@ -365,7 +498,12 @@ class _AsyncWait(Function):
         box: _Box,
         platform: Differentiable,
     ) -> Any:
-        ctx.group, ctx.concat_dim, ctx.split_dim, ctx.box = group, concat_dim, split_dim, box
+        ctx.group, ctx.concat_dim, ctx.split_dim, ctx.box = (
+            group,
+            concat_dim,
+            split_dim,
+            box,
+        )
         ctx.platform, ctx.shape = platform, tuple(x.shape)
         if work is not None:
             work.wait()
@@ -376,13 +514,17 @@ class _AsyncWait(Function):
         pieces = _to_pieces(grad, ctx.concat_dim, ctx.group.size())
         call = "the backward of differentiable_async_a2a_wait"
         with ctx.platform._in_backward():
-            buffer, work = ctx.platform._exchange(call, pieces, pieces.shape, None, None, ctx.group)
+            buffer, work = ctx.platform._exchange(
+                call, pieces, pieces.shape, None, None, ctx.group
+            )
         if ctx.box.handles is None:
             work.wait()
             grad_x = _from_pieces(buffer, ctx.split_dim)
         else:
             ctx.box.handles.append((work, buffer))
-            grad_x = ctx.platform.zeros(ctx.shape, grad.dtype)  # the gradient comes through the box
+            grad_x = ctx.platform.zeros(
+                ctx.shape, grad.dtype
+            )  # the gradient comes through the box
         return grad_x, *(None,) * 7
 
 
@@ -414,11 +556,18 @@ class _SyncHook(Function):
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, peer: int, group: Group, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any, tensor: Any, peer: int, group: Group, platform: Differentiable
+    ) -> Any:
         ctx.peer, ctx.group, ctx.platform = peer, group, platform
         return platform._exchange_with(tensor, peer, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         with ctx.platform._in_backward():
-            return _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform), None, None, None
+            return (
+                _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform),
+                None,
+                None,
+                None,
+            )

@@ -30,15 +30,25 @@ class DTensorBase(Tensor):
     _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
     _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
-    _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _copy_of: str | None = (
+        None  # the view that it would be, had its base not been redistributed
+    )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
     _forms = 0  # shapes do not change in place
     _unrecorded = False
     _spec: Any = None  # stands for its layout, shape and dtype
 
-    def __new__(cls, local: Any, layout: Any = None, shape: Sequence[int] | None = None, **_: Any) -> DTensorBase:
-        if isinstance(local, DTensorBase):  # Parameter(tensor) makes a class of both, and asks it for one of the same
+    def __new__(
+        cls,
+        local: Any,
+        layout: Any = None,
+        shape: Sequence[int] | None = None,
+        **_: Any,
+    ) -> DTensorBase:
+        if isinstance(
+            local, DTensorBase
+        ):  # Parameter(tensor) makes a class of both, and asks it for one of the same
             local, layout, shape = local._local, local._layout, local._whole
         assert layout is not None
         assert shape is not None
@@ -48,7 +58,14 @@ class DTensorBase(Tensor):
         """Nothing is left to do: the framework's own would copy."""
 
     @classmethod
-    def wrapped(cls, local: Any, dtype: Any, layout: Any, size: tuple[int, ...], spec: Any) -> DTensorBase:  # noqa: ARG003
+    def wrapped(
+        cls,
+        local: Any,
+        dtype: Any,  # noqa: ARG003
+        layout: Any,
+        size: tuple[int, ...],
+        spec: Any,
+    ) -> DTensorBase:
         """The distributed tensor of a shard, for those who know what stands for it."""
         wrapper = Tensor._make_subclass(cls, local)
         wrapper._local = local
@@ -61,11 +78,18 @@ class DTensorBase(Tensor):
     def take_short_way(cls, make: Callable[..., Any]) -> None:
         """The compiled dispatch knows the other framework alone."""
 
-    answers_for_plain = True  # is asked for an operator even where a plain tensor is the first operand
+    answers_for_plain = (
+        True  # is asked for an operator even where a plain tensor is the first operand
+    )
 
     # --- what the framework asks
 
-    def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __fallback__(
+        self,
+        func: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         found, given, named = operation(func, args, kwargs)
         changes.note_operator(found)
         instead = rewritten(found)
@@ -114,8 +138,12 @@ class DTensorBase(Tensor):
         return self
 
     def __copy__(self) -> DTensorBase:
-        twin = type(self).wrapped(self._local.copy(), None, self._layout, self._whole, self._spec)
-        twin.__dict__.update({key: value for key, value in vars(self).items() if key not in _OWN})
+        twin = type(self).wrapped(
+            self._local.copy(), None, self._layout, self._whole, self._spec
+        )
+        twin.__dict__.update(
+            {key: value for key, value in vars(self).items() if key not in _OWN}
+        )
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorBase:
@@ -180,7 +208,11 @@ class DTensorBase(Tensor):
 
         That of a recorded result is a copy, in the graph: MindSpore would not tell us of changes.
         """
-        return self._local if changes.version_of(self._local) is None else self._local.copy()
+        return (
+            self._local
+            if changes.version_of(self._local) is None
+            else self._local.copy()
+        )
 
     def __len__(self) -> int:
         return self._whole[0]
@@ -193,10 +225,14 @@ class DTensorBase(Tensor):
     # --- operators that do not arrive at __fallback__
 
     def __getitem__(self, index: Any) -> Any:
-        return type(self).dispatch(function("getitem"), (self, _as_numpy_reads(index)), {})
+        return type(self).dispatch(
+            function("getitem"), (self, _as_numpy_reads(index)), {}
+        )
 
     def __setitem__(self, index: Any, value: Any) -> Any:
-        type(self).dispatch(function("setitem"), (self, _as_numpy_reads(index), value), {})
+        type(self).dispatch(
+            function("setitem"), (self, _as_numpy_reads(index), value), {}
+        )
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -230,7 +266,9 @@ class DTensorBase(Tensor):
         """Runs an operator on distributed tensors; a deriving class says how."""
         raise NotImplementedError
 
-    def redistribute(self, device_mesh: Any = None, placements: Any = None) -> DTensorBase:
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None
+    ) -> DTensorBase:
         """The same tensor in another layout; a deriving class says how."""
         raise NotImplementedError
 
@@ -247,8 +285,16 @@ def _as_numpy_reads(index: Any) -> Any:
     """The index with numbers as lists where that matters: apart from a tensor, a number counts as one here."""
     if not isinstance(index, tuple):
         return index
-    numbers = [i for i, item in enumerate(index) if isinstance(item, int) and not isinstance(item, bool)]
-    tensors = [i for i, item in enumerate(index) if isinstance(item, list) or (isinstance(item, Tensor) and item.ndim)]
+    numbers = [
+        i
+        for i, item in enumerate(index)
+        if isinstance(item, int) and not isinstance(item, bool)
+    ]
+    tensors = [
+        i
+        for i, item in enumerate(index)
+        if isinstance(item, list) or (isinstance(item, Tensor) and item.ndim)
+    ]
     found = sorted(numbers + tensors)
     if not numbers or not tensors or found[-1] - found[0] == len(found) - 1:
         return index
@@ -268,9 +314,21 @@ for _name in ("cov", "diagonal_scatter", "hsplit", "logit", "select_scatter", "v
     setattr(DTensorBase, _name, _by_rule(_name))
 
 
-def _plain_fallback(self: Any, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ARG001
+def _plain_fallback(
+    self: Any,  # noqa: ARG001
+    func: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
     """An operator that a plain tensor was asked for, because one that answers for it is among its arguments."""
-    found = next((one for one in _tensors((args, kwargs or {})) if getattr(one, "answers_for_plain", False)), None)
+    found = next(
+        (
+            one
+            for one in _tensors((args, kwargs or {}))
+            if getattr(one, "answers_for_plain", False)
+        ),
+        None,
+    )
     if found is not None:
         return found.__fallback__(func, args, kwargs)
     with private.no_fallback()():

@@ -30,7 +30,10 @@ Function: Any = private.function()
 def has_empty(args: Sequence[Any]) -> bool:
     """Whether some tensor among the arguments has no elements."""
     return any(
-        0 in arg.shape if isinstance(arg, Tensor) else isinstance(arg, (list, tuple)) and has_empty(arg) for arg in args
+        0 in arg.shape
+        if isinstance(arg, Tensor)
+        else isinstance(arg, (list, tuple)) and has_empty(arg)
+        for arg in args
     )
 
 
@@ -42,18 +45,26 @@ def filled(shape: Sequence[int], value: float, dtype: Any) -> Any:
 def _reduction(identity: float, *, counts: bool = False) -> Callable[..., Any]:
     """``counts``: integers and booleans add up to the longest integers."""
 
-    def reduce(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    def reduce(
+        input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> Any:
         ndim = len(input.shape)
         given = (dim,) if isinstance(dim, int) else dim or range(ndim)
         dims = {d % max(ndim, 1) for d in given}
-        kept = [1 if d in dims else size for d, size in enumerate(input.shape) if keepdim or d not in dims]
+        kept = [
+            1 if d in dims else size
+            for d, size in enumerate(input.shape)
+            if keepdim or d not in dims
+        ]
         longest = mindspore.int64 if counts and not has_gradient(input) else input.dtype
         return filled(kept, identity, dtype or longest)
 
     return reduce
 
 
-def _found(input: Any, dim: Any = None, keepdim: bool = False, other: Any = None) -> Any:
+def _found(
+    input: Any, dim: Any = None, keepdim: bool = False, other: Any = None
+) -> Any:
     """The extremes along a dim that has some elements, and their places: there are none of both. Or those of two."""
     other = dim if isinstance(dim, Tensor) else other
     if other is not None:
@@ -61,7 +72,9 @@ def _found(input: Any, dim: Any = None, keepdim: bool = False, other: Any = None
     if dim is None:
         raise ValueError(f"max, min: shape {tuple(input.shape)} has no elements")
     if not input.shape[dim]:
-        raise ValueError(f"max, min: dim {dim} of shape {tuple(input.shape)} has no elements")
+        raise ValueError(
+            f"max, min: dim {dim} of shape {tuple(input.shape)} has no elements"
+        )
     values = _reduction(0)(input, dim, keepdim)
     return values, filled(values.shape, 0, mindspore.int64)
 
@@ -71,7 +84,9 @@ def _place(dtype: Any) -> Callable[..., Any]:
 
     def find(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None or not input.shape[dim]:
-            raise ValueError(f"argmax, argmin: shape {tuple(input.shape)} has no elements along dim {dim}")
+            raise ValueError(
+                f"argmax, argmin: shape {tuple(input.shape)} has no elements along dim {dim}"
+            )
         return _reduction(0)(input, dim, keepdim, dtype)
 
     return find
@@ -79,24 +94,40 @@ def _place(dtype: Any) -> Callable[..., Any]:
 
 def _item(input: Any, index: Any) -> Any:
     held = np.broadcast_to(np.zeros((), bool), input.shape)  # of any size, in no memory
-    plain = tree_map(lambda one: one.asnumpy() if isinstance(one, Tensor) else one, index)
+    plain = tree_map(
+        lambda one: one.asnumpy() if isinstance(one, Tensor) else one, index
+    )
     return filled(held[plain].shape, 0, input.dtype)
 
 
 def _put_nothing(input: Any, index: Any, value: Any) -> Any:  # noqa: ARG001 - nowhere
-    return tied(input.copy(), [value]) if isinstance(value, Tensor) and private.requires_grad(value) else input
+    return (
+        tied(input.copy(), [value])
+        if isinstance(value, Tensor) and private.requires_grad(value)
+        else input
+    )
 
 
 def _narrow(input: Any, dim: int, start: int, length: int) -> Any:
-    return _item(input, (slice(None),) * (dim % len(input.shape)) + (slice(start, start + length),))
+    return _item(
+        input,
+        (slice(None),) * (dim % len(input.shape)) + (slice(start, start + length),),
+    )
 
 
 def _split(input: Any, split_size: Any, dim: int = 0) -> Any:
     whole = input.shape[dim]
     if isinstance(split_size, int):
-        split_size = [min(split_size, whole - at) for at in range(0, whole, split_size)] if whole else [0]
+        split_size = (
+            [min(split_size, whole - at) for at in range(0, whole, split_size)]
+            if whole
+            else [0]
+        )
     starts = itertools.accumulate(split_size, initial=0)
-    return tuple(_narrow(input, dim, start, size) for start, size in zip(starts, split_size, strict=False))
+    return tuple(
+        _narrow(input, dim, start, size)
+        for start, size in zip(starts, split_size, strict=False)
+    )
 
 
 def _one_hot(input: Any, num_classes: int = -1) -> Any:
@@ -122,7 +153,11 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     longer = max(len(one), len(other))
-    pairs = zip((1,) * (longer - len(one)) + tuple(one), (1,) * (longer - len(other)) + tuple(other), strict=True)
+    pairs = zip(
+        (1,) * (longer - len(one)) + tuple(one),
+        (1,) * (longer - len(other)) + tuple(other),
+        strict=True,
+    )
     return tuple(b if a == 1 else a for a, b in pairs)
 
 
@@ -149,7 +184,14 @@ _CONSTANT = frozenset(
 )
 
 
-def run(name: str, usual: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fine: bool) -> Any:
+def run(
+    name: str,
+    usual: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_fine: bool,
+) -> Any:
     """What an operator gives, whether its operands and results have elements or not."""
     given = (*args, *kwargs.values()) if kwargs else args
     is_empty = has_empty(given)
@@ -159,12 +201,18 @@ def run(name: str, usual: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         found = usual(*args, **kwargs)
         return _settled(name, found, given) if _lacks_elements(found) else found
     with DeviceCtx("meta"):
-        found = usual(*tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs)))
+        found = usual(
+            *tree_map(_on_meta, tuple(args)), **tree_map(_on_meta, dict(kwargs))
+        )
     return _settled(name, tree_map(lambda value: _off_meta(name, value), found), given)
 
 
 def _lacks_elements(found: Any) -> bool:
-    return 0 in found.shape if isinstance(found, Tensor) else isinstance(found, (tuple, list)) and has_empty(found)
+    return (
+        0 in found.shape
+        if isinstance(found, Tensor)
+        else isinstance(found, (tuple, list)) and has_empty(found)
+    )
 
 
 class _Tied(Function):
@@ -183,13 +231,17 @@ class _Tied(Function):
 def tied(result: Any, operands: Sequence[Any]) -> Any:
     """The result, recorded as made from all of the operands, which get zeros from it."""
     operands = [getattr(x, "_plain", x) for x in operands if has_gradient(x)]
-    return _Tied.apply(result, *operands) if operands and has_gradient(result) else result
+    return (
+        _Tied.apply(result, *operands) if operands and has_gradient(result) else result
+    )
 
 
 def _settled(name: str, found: Any, args: Sequence[Any]) -> Any:
     """The results, of which the operands get zeros as gradients wherever they are empty or owe nothing to them."""
     operands = [x for x in leaves(tuple(args)) if isinstance(x, Tensor)]
-    kind = next((type(x) for x in operands if hasattr(x, "_plain")), None)  # one that is told of operators
+    kind = next(
+        (type(x) for x in operands if hasattr(x, "_plain")), None
+    )  # one that is told of operators
 
     def settle(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -208,7 +260,11 @@ def has_gradient(tensor: Any) -> bool:
 
 
 def _on_meta(value: Any) -> Any:
-    return mint.empty(tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else value
+    return (
+        mint.empty(tuple(value.shape), dtype=value.dtype)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _off_meta(name: str, value: Any) -> Any:
@@ -234,13 +290,38 @@ ON_EMPTY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("MaxDim", "MinDim", "max", "min"), _found),
     **dict.fromkeys(("ArgMaxExt", "argmax", "argmin"), _place(mindspore.int64)),
     "ArgMinExt": _place(mindspore.int32),  # as its kernel has it
-    **dict.fromkeys(("Digamma", "digamma"), lambda x: filled(x.shape, 0, x.dtype)),  # which refuses the shape
+    **dict.fromkeys(
+        ("Digamma", "digamma"), lambda x: filled(x.shape, 0, x.dtype)
+    ),  # which refuses the shape
     "getitem": _item,
     "setitem": _put_nothing,
     **dict.fromkeys(("Narrow", "NarrowView", "narrow"), _narrow),
-    **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView", "split"), _split),
+    **dict.fromkeys(
+        (
+            "SplitTensor",
+            "SplitTensorView",
+            "SplitWithSize",
+            "SplitWithSizeView",
+            "split",
+        ),
+        _split,
+    ),
     **dict.fromkeys(("OneHotExt", "one_hot"), _one_hot),
     **dict.fromkeys(("Scatter", "scatter", "ScatterAddExt", "scatter_add"), _scattered),
-    **dict.fromkeys(("MatMulExt", "BatchMatMulExt", "Mm", "Mv", "Dot", "matmul", "bmm", "mm", "mv", "dot"), _matmul),
+    **dict.fromkeys(
+        (
+            "MatMulExt",
+            "BatchMatMulExt",
+            "Mm",
+            "Mv",
+            "Dot",
+            "matmul",
+            "bmm",
+            "mm",
+            "mv",
+            "dot",
+        ),
+        _matmul,
+    ),
     **dict.fromkeys(("Dense", "linear"), _linear),
 }

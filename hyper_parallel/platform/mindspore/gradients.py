@@ -30,10 +30,14 @@ class Gradients(Platform):
         """There is no way to record inside ``no_grad()``: it is as outside."""
         return nullcontext() if on else self.no_grad()
 
-    def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    def gradients(
+        self, function: Callable[..., Any], inputs: Sequence[Any]
+    ) -> list[Any]:
         executor = private.executor()
         was_on = executor.grad_flag()
-        leaves = [self.detach(x) for x in inputs]  # which the framework marks, as those that got a gradient
+        leaves = [
+            self.detach(x) for x in inputs
+        ]  # which the framework marks, as those that got a gradient
         raised: list[BaseException] = []
 
         def closed(*given: Any) -> Any:
@@ -45,7 +49,9 @@ class Gradients(Platform):
                 return given[0] * 1
 
         try:
-            found = mindspore.grad(closed, grad_position=tuple(range(len(inputs))))(*leaves)
+            found = mindspore.grad(closed, grad_position=tuple(range(len(inputs))))(
+                *leaves
+            )
         except BaseException:
             executor.clear_res()  # the same for an error in backward; what tapes have recorded stays
             if not raised:  # else the graph may be gone already
@@ -58,11 +64,16 @@ class Gradients(Platform):
 
     def is_recorded(self, tensor: Any) -> bool:
         # Integers have no gradient, though MindSpore would send one through them, where they have elements.
-        is_wanted = private.requires_grad(tensor) and bool(private.executor().requires_grad())
+        is_wanted = private.requires_grad(tensor) and bool(
+            private.executor().requires_grad()
+        )
         return is_wanted and empty.has_gradient(tensor)
 
     def call_where_empty(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return guarded.call(func, args, kwargs or {})
 
@@ -97,10 +108,18 @@ class Gradients(Platform):
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
             raise ValueError(
-                coded("HP135", f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
+                )
             )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(coded("HP135", f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}"))
+            raise ValueError(
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
+                )
+            )
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = {}
         for held in _all_held(parameters):
@@ -109,9 +128,15 @@ class Gradients(Platform):
         norms = {ranks: _norm(pieces, norm_type) for ranks, pieces in spread.items()}
         # Sorted by ranks, so that groups with common members never wait for each other.
         for ranks in sorted(ranks for ranks in norms if ranks):
-            gathered = self.all_gather_into_tensor(norms[ranks].reshape(1), self.create_group(ranks))
+            gathered = self.all_gather_into_tensor(
+                norms[ranks].reshape(1), self.create_group(ranks)
+            )
             norms[ranks] = _norm_of([gathered], norm_type, gathered.dtype)
-        total = _norm_of([norm.reshape(1) for norm in norms.values()], norm_type, _widest(norms.values()))
+        total = _norm_of(
+            [norm.reshape(1) for norm in norms.values()],
+            norm_type,
+            _widest(norms.values()),
+        )
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise RuntimeError(
                 coded(
@@ -121,9 +146,16 @@ class Gradients(Platform):
                 )
             )
         factor = mint.clamp(max_norm / (total + 1e-6), max=1.0)
-        gradients = [held.grad for pieces in spread.values() for held in pieces if held.grad is not None]
+        gradients = [
+            held.grad
+            for pieces in spread.values()
+            for held in pieces
+            if held.grad is not None
+        ]
         # Two parameters may have got one and the same gradient, which must not be scaled twice.
-        for gradient in {self.memory_key(gradient): gradient for gradient in gradients}.values():
+        for gradient in {
+            self.memory_key(gradient): gradient for gradient in gradients
+        }.values():
             self.copy_into(gradient, gradient * factor.astype(gradient.dtype))
         return total
 
@@ -144,7 +176,11 @@ def _all_held(parameters: Any) -> list[_Held]:
         found = [parameters] if isinstance(parameters, Tensor) else parameters
     unique: dict[int, _Held] = {}
     for item in found:
-        held = _held(*item) if isinstance(item, tuple) and len(item) == 2 else _held(item, None)
+        held = (
+            _held(*item)
+            if isinstance(item, tuple) and len(item) == 2
+            else _held(item, None)
+        )
         unique.setdefault(id(held.param), held)
     return list(unique.values())
 
@@ -160,7 +196,11 @@ def _held(param: Any, grad: Any) -> _Held:
                 )
             )
     grad = param._grad if grad is None else grad
-    if grad is None and not isinstance(param, Parameter) and not private.requires_grad(param):
+    if (
+        grad is None
+        and not isinstance(param, Parameter)
+        and not private.requires_grad(param)
+    ):
         raise ValueError(
             coded(
                 "HP135",
@@ -168,8 +208,13 @@ def _held(param: Any, grad: Any) -> _Held:
                 "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
             )
         )
-    layout = next((tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)), None)
-    local, own = (x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param))
+    layout = next(
+        (tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)),
+        None,
+    )
+    local, own = (
+        x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param)
+    )
     if isinstance(grad, DTensorBase) and grad.layout.is_partial():
         raise ValueError(
             coded(
@@ -178,7 +223,11 @@ def _held(param: Any, grad: Any) -> _Held:
                 f"{layout}; a norm needs the values: call reduce_partial() on it first",
             )
         )
-    if local is not None and not isinstance(grad, DTensorBase) and local.shape != own.shape:
+    if (
+        local is not None
+        and not isinstance(grad, DTensorBase)
+        and local.shape != own.shape
+    ):
         raise ValueError(
             coded(
                 "HP135",
@@ -186,7 +235,11 @@ def _held(param: Any, grad: Any) -> _Held:
                 f"rank has {tuple(own.shape)}",
             )
         )
-    ranks = () if layout is None else layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
+    ranks = (
+        ()
+        if layout is None
+        else layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
+    )
     return _Held(param, local, tuple(ranks) if len(ranks) > 1 else ())
 
 
@@ -203,7 +256,9 @@ def _widest(tensors: Iterable[Any]) -> Any:
 
 def _norm_of(tensors: Sequence[Any], norm_type: float, dtype: Any) -> Any:
     """The norm of all elements."""
-    parts = [mint.abs(tensor.astype(dtype)) for tensor in tensors if 0 not in tensor.shape]
+    parts = [
+        mint.abs(tensor.astype(dtype)) for tensor in tensors if 0 not in tensor.shape
+    ]
     if not parts:
         return Tensor(0.0, dtype)
     if math.isinf(norm_type):

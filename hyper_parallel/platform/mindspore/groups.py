@@ -97,14 +97,21 @@ class Groups(Platform):
             return
         if backend not in (None, "mccl"):
             raise ValueError(
-                coded("HP106", f"init_process_group: MindSpore's backend on a CPU is mccl, got {backend!r}")
+                coded(
+                    "HP106",
+                    f"init_process_group: MindSpore's backend on a CPU is mccl, got {backend!r}",
+                )
             )
         rank, size, found = self._place(init_method, seconds, world_size, rank, store)
-        part = found.under(f"joined{found.add(f'joined/{rank}', 1)}")  # a rank that joins again meets the others anew
+        part = found.under(
+            f"joined{found.add(f'joined/{rank}', 1)}"
+        )  # a rank that joins again meets the others anew
         job = Job(rank, size, part, seconds)
         came = Roll(part, "came", job.world)
         came.sign(rank)
-        if missing := job.wait_for(job.world, came.signed, seconds, "init_process_group"):
+        if missing := job.wait_for(
+            job.world, came.signed, seconds, "init_process_group"
+        ):
             raise CommunicationError(
                 coded(
                     "HP110",
@@ -121,8 +128,13 @@ class Groups(Platform):
             _join_mccl(job)
         if found.port in _hosted_ports():
             atexit.register(job.host_until_all_are_gone)
-        atexit.register(job.leave)  # before that; for programs that do not say that they leave
-        self._job, self._world = job, Group(world_name(), job.world, rank, "world", seconds)
+        atexit.register(
+            job.leave
+        )  # before that; for programs that do not say that they leave
+        self._job, self._world = (
+            job,
+            Group(world_name(), job.world, rank, "world", seconds),
+        )
 
     def _place(
         self, init_method: str | None, seconds: float, size: int, rank: int, store: Any
@@ -130,7 +142,12 @@ class Groups(Platform):
         """(rank, number of ranks, store), from the arguments, from MindSpore's launcher or from the environment."""
         if store is not None:
             if rank < 0 or size < 1:
-                raise ValueError(coded("HP106", "init_process_group: store= needs rank= and world_size="))
+                raise ValueError(
+                    coded(
+                        "HP106",
+                        "init_process_group: store= needs rank= and world_size=",
+                    )
+                )
             return rank, size, store if isinstance(store, Store) else Store(store)
         if init_method is None and (GlobalComm.INITED or "MS_WORKER_NUM" in os.environ):
             return _launched(seconds)
@@ -149,9 +166,19 @@ class Groups(Platform):
             host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         rank = rank if rank >= 0 else int(os.environ["RANK"])
         size = size if size > 0 else int(os.environ["WORLD_SIZE"])
-        return rank, size, Store(_host(host, int(port), seconds) if rank == 0 else _reach(host, int(port), seconds))
+        return (
+            rank,
+            size,
+            Store(
+                _host(host, int(port), seconds)
+                if rank == 0
+                else _reach(host, int(port), seconds)
+            ),
+        )
 
-    def _join_hccl(self, init_method: str | None, seconds: float, size: int, rank: int, store: Any) -> None:
+    def _join_hccl(
+        self, init_method: str | None, seconds: float, size: int, rank: int, store: Any
+    ) -> None:
         if not GlobalComm.INITED:
             dist.init_process_group(
                 "hccl",
@@ -161,7 +188,13 @@ class Groups(Platform):
                 rank=rank,
                 store=store,
             )
-        self._world = Group(world_name(), range(dist.get_world_size()), dist.get_rank(), "world", seconds)
+        self._world = Group(
+            world_name(),
+            range(dist.get_world_size()),
+            dist.get_rank(),
+            "world",
+            seconds,
+        )
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Untested on hardware: by hccl."""
@@ -169,7 +202,9 @@ class Groups(Platform):
             return
         resolved = self._group("destroy_process_group", group)
         if resolved is not self._world:
-            for key in [k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved]:
+            for key in [
+                k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved
+            ]:
                 del contract.EXISTING_COMM_GROUPS[key]
             resolved.lives = False
             if self._is_native():
@@ -197,7 +232,10 @@ class Groups(Platform):
     ) -> Any:
         if not split_ranks:
             raise ValueError(
-                coded("HP105", f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}")
+                coded(
+                    "HP105",
+                    f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
+                )
             )
         lists = self._global_rank_lists(parent_pg, split_ranks)
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
@@ -208,12 +246,16 @@ class Groups(Platform):
             return self.create_group(own)
         return self._new_group(own, timeout=timeout)
 
-    def _global_rank_lists(self, parent_pg: Any, split_ranks: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _global_rank_lists(
+        self, parent_pg: Any, split_ranks: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         parent = self.get_process_group_ranks(parent_pg)
         seen: set[int] = set()
         lists = []
         for ranks in split_ranks:
-            wrong = [r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)]
+            wrong = [
+                r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)
+            ]
             if not ranks or wrong or seen.intersection(ranks):
                 raise ValueError(
                     coded(
@@ -235,8 +277,12 @@ class Groups(Platform):
         if self._job is not None:
             roll = Roll(self._job.store, f"{key}/made", ranks)
             roll.sign(self._job.rank)
-            if missing := self._job.wait_for(ranks, roll.signed, timeout, "the creation of the group"):
-                raise self._job.explain("the creation of the group", ranks, missing, key, None)
+            if missing := self._job.wait_for(
+                ranks, roll.signed, timeout, "the creation of the group"
+            ):
+                raise self._job.explain(
+                    "the creation of the group", ranks, missing, key, None
+                )
         if GlobalComm.INITED and name not in _MADE:
             _MADE.add(name)
             mindspore.communication.create_group(name, list(ranks))
@@ -257,13 +303,23 @@ class Groups(Platform):
         if group is None:
             if self._world is None:
                 raise RuntimeError(
-                    coded("HP103", f"{call}: there is no process group; call init_process_group() first")
+                    coded(
+                        "HP103",
+                        f"{call}: there is no process group; call init_process_group() first",
+                    )
                 )
             return self._world
         if isinstance(group, Group):
             return group
-        if group == "":  # what MindSpore's new_group returns to a rank that is not in it
-            raise ValueError(coded("HP104", f"{call}: rank {self.get_rank()} is not a member of that group"))
+        if (
+            group == ""
+        ):  # what MindSpore's new_group returns to a rank that is not in it
+            raise ValueError(
+                coded(
+                    "HP104",
+                    f"{call}: rank {self.get_rank()} is not a member of that group",
+                )
+            )
         held = self._made_by_user(group) if isinstance(group, str) else None
         for attribute in ("group", "process_group"):
             if held is None and isinstance(getattr(group, attribute, None), str):
@@ -287,14 +343,23 @@ class Groups(Platform):
                 ranks = dist.get_process_group_ranks(name)
             except (RuntimeError, TypeError, ValueError):
                 return None
-            self._named[name] = Group(name, ranks, self.get_rank(), f"named/{name}", self._world.timeout)
+            self._named[name] = Group(
+                name, ranks, self.get_rank(), f"named/{name}", self._world.timeout
+            )
         return self._named.get(name)
 
     def _is_native(self) -> bool:
         """Whether the device has collectives of its own for everything."""
         return bool(mindspore.get_context("device_target") == "Ascend")
 
-    def new_store(self, port: int = 0, *, is_master: bool, host: str = "127.0.0.1", timeout: float = 60.0) -> Any:
+    def new_store(
+        self,
+        port: int = 0,
+        *,
+        is_master: bool,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> Any:
         return Store(connect(host, port, is_master=is_master, timeout=timeout))
 
     def prefix_store(self, prefix: str, store: Any) -> Any:
@@ -304,7 +369,10 @@ class Groups(Platform):
 def _join_mccl(job: Job) -> None:
     """Joins MindSpore's own communication on a CPU, unless this process has."""
     if GlobalComm.INITED:
-        before = mindspore.communication.get_rank(), mindspore.communication.get_group_size()
+        before = (
+            mindspore.communication.get_rank(),
+            mindspore.communication.get_group_size(),
+        )
         if before != (job.rank, job.size):
             raise RuntimeError(
                 coded(
@@ -325,11 +393,19 @@ def _join_mccl(job: Job) -> None:
         job.store.set("mccl", str(store.port))
         opened.sign(0)
     else:
-        job.wait_for([0], opened.signed, timeout, "the creation of MindSpore's own communication")
-        store = connect(job.store.host, int(job.store.get("mccl")), is_master=False, **options)
+        job.wait_for(
+            [0], opened.signed, timeout, "the creation of MindSpore's own communication"
+        )
+        store = connect(
+            job.store.host, int(job.store.get("mccl")), is_master=False, **options
+        )
     _JOINED_BY.append(store)
     private.init_with_store()(
-        backend="mccl", timeout=timedelta(seconds=timeout), world_size=job.size, rank=job.rank, store=store
+        backend="mccl",
+        timeout=timedelta(seconds=timeout),
+        world_size=job.size,
+        rank=job.rank,
+        store=store,
     )
     ranks, sizes = private.group_caches()
     ranks["hccl_world_group"], sizes["hccl_world_group"] = job.rank, job.size
@@ -339,7 +415,10 @@ def _launched(seconds: float) -> tuple[int, int, Store]:
     """The same under msrun, where rank 0 opens the store and tells the others by MindSpore's own broadcast."""
     if not GlobalComm.INITED:
         mindspore.communication.init()
-    rank, size = mindspore.communication.get_rank(), mindspore.communication.get_group_size()
+    rank, size = (
+        mindspore.communication.get_rank(),
+        mindspore.communication.get_group_size(),
+    )
     if not _JOINED_BY:
         address = np.zeros(5, np.int64)  # the four numbers of the host, and the port
         if rank == 0:
@@ -386,4 +465,9 @@ def _seconds(timeout: Any) -> float | None:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, (int, float)) and seconds > 0:
         return float(seconds)
-    raise ValueError(coded("HP106", f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}"))
+    raise ValueError(
+        coded(
+            "HP106",
+            f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
+        )
+    )

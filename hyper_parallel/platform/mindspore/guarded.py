@@ -22,7 +22,9 @@ class Guarded(Tensor):
     """A plain tensor whose operators are guarded; it has the plain one's memory, and its place in the graph."""
 
     _plain: Any
-    answers_for_plain = True  # is asked for an operator even where a plain tensor is the first operand
+    answers_for_plain = (
+        True  # is asked for an operator even where a plain tensor is the first operand
+    )
 
     def __new__(cls, plain: Any) -> Guarded:
         made = Tensor._make_subclass(cls, plain)
@@ -32,7 +34,12 @@ class Guarded(Tensor):
     def __init__(self, *_: Any) -> None:
         """Nothing is left to do: the framework's own would copy."""
 
-    def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __fallback__(
+        self,
+        func: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         run, given, named = operation(func, args, kwargs)
         given, named = tree_map(unguarded, (tuple(given), dict(named)))
         with private.no_fallback()():
@@ -43,7 +50,9 @@ class Guarded(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> Any:
         function("setitem")(self._plain, tree_map(unguarded, index), unguarded(value))
-        private.base_tensor().data.__set__(self, self._plain)  # which may have got other memory
+        private.base_tensor().data.__set__(
+            self, self._plain
+        )  # which may have got other memory
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,7 +73,9 @@ def unguarded(value: Any) -> Any:
     return value._plain if isinstance(value, Guarded) else value
 
 
-def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """``func(*args, **kwargs)``, where operands and results may have no elements."""
     args, kwargs = tree_map(guarded, (tuple(args), dict(kwargs)))
     return tree_map(unguarded, func(*args, **kwargs))

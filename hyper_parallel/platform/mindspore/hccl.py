@@ -35,7 +35,11 @@ def reduce_scatter(output: Any, source: Any, op: str, group: str) -> Any:
 
 
 def exchange(
-    output: Any, source: Any, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, group: str
+    output: Any,
+    source: Any,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: str,
 ) -> Any:
     """Piece i of dim 0 to rank i."""
     sizes = (output_splits and list(output_splits), input_splits and list(input_splits))
@@ -59,7 +63,10 @@ def receive(buffer: Any, src: int | None, group: str) -> Any:
 
 def exchange_with(output: Any, source: Any, peer: int, group: str) -> None:
     """A tensor for another between two ranks."""
-    operations = [dist.P2POp("isend", source, peer, group), dist.P2POp("irecv", output, peer, group)]
+    operations = [
+        dist.P2POp("isend", source, peer, group),
+        dist.P2POp("irecv", output, peer, group),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
@@ -71,7 +78,9 @@ def send_objects(objects: list[Any], dst: int, group: str) -> None:
 
 def receive_objects(objects: list[Any], src: int | None, group: str) -> int:
     """Picklable objects from a global rank, which is returned."""
-    return int(dist.recv_object_list(objects, _named("recv_object_list", src), group=group))
+    return int(
+        dist.recv_object_list(objects, _named("recv_object_list", src), group=group)
+    )
 
 
 def gather_objects(objects: list[Any], own: Any, group: str) -> None:
@@ -81,5 +90,7 @@ def gather_objects(objects: list[Any], own: Any, group: str) -> None:
 
 def _named(call: str, src: int | None) -> int:
     if src is None:
-        raise ValueError(coded("HP122", f"{call}: hccl cannot receive from whoever sends; pass src="))
+        raise ValueError(
+            coded("HP122", f"{call}: hccl cannot receive from whoever sends; pass src=")
+        )
     return src

@@ -64,7 +64,9 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
     released: Counter[str]
     _rank: int
 
-    def __new__(cls, name: str, ranks: Sequence[int], rank: int, key: str, timeout: float) -> Group:
+    def __new__(
+        cls, name: str, ranks: Sequence[int], rank: int, key: str, timeout: float
+    ) -> Group:
         """``key``: a name that no other group in the same store has, and that all members give it."""
         group = super().__new__(cls, name)
         group.ranks = tuple(ranks)
@@ -85,7 +87,12 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
         return self._rank
 
     def __reduce__(self) -> Any:
-        raise TypeError(coded("HP104", f"group {str(self)!r} belongs to this process and cannot be pickled"))
+        raise TypeError(
+            coded(
+                "HP104",
+                f"group {str(self)!r} belongs to this process and cannot be pickled",
+            )
+        )
 
 
 class Progress:
@@ -173,9 +180,13 @@ class Job:
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
         self.world = range(size)
         self.left = Roll(store, "left", self.world)
-        self.gone = Roll(store, "gone", self.world)  # those that do not use the store any more
+        self.gone = Roll(
+            store, "gone", self.world
+        )  # those that do not use the store any more
         self.one_host = False  # until the ranks have told each other
-        self.waiting: dict[int, tuple[str, float]] = {}  # thread -> what it waits in, and since when
+        self.waiting: dict[
+            int, tuple[str, float]
+        ] = {}  # thread -> what it waits in, and since when
         self._processes: dict[int, int] = {}  # of ranks of the same host
         self._shelves: dict[str, tuple[Shelf, Callable[[], set[int]]]] = {}
 
@@ -186,12 +197,19 @@ class Job:
         roll.sign(self.rank)
         if self.wait_for(self.world, roll.signed):
             return
-        told = [self.store.get(f"host{rank}").decode().rpartition("\n") for rank in self.world]
+        told = [
+            self.store.get(f"host{rank}").decode().rpartition("\n")
+            for rank in self.world
+        ]
         self.one_host = len({host for host, _, _ in told}) == 1
         if self.one_host:
-            self._processes = {rank: int(process) for rank, (_, _, process) in enumerate(told)}
+            self._processes = {
+                rank: int(process) for rank, (_, _, process) in enumerate(told)
+            }
 
-    def packed(self, pieces: Sequence[bytes], key: str, readers: Callable[[], set[int]]) -> list[bytes | Parcel]:
+    def packed(
+        self, pieces: Sequence[bytes], key: str, readers: Callable[[], set[int]]
+    ) -> list[bytes | Parcel]:
         """The pieces as a note can hold them. ``readers``: those that have yet to read the note of that key."""
         size = sum({id(piece): len(piece) for piece in pieces}.values())
         if size <= LARGE or not self.one_host:
@@ -205,7 +223,11 @@ class Job:
         return self._shelves.pop(key, None) is not None
 
     def wait_for(
-        self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float | None = None, what: str = ""
+        self,
+        wanted: Collection[int],
+        signed: Callable[[], set[int]],
+        timeout: float | None = None,
+        what: str = "",
     ) -> set[int]:
         """Waits until these ranks have signed; returns those that have not in time, or will not because they left.
 
@@ -218,7 +240,9 @@ class Job:
         finally:
             self.waiting.pop(thread, None)
 
-    def _wait_for(self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float) -> set[int]:
+    def _wait_for(
+        self, wanted: Collection[int], signed: Callable[[], set[int]], timeout: float
+    ) -> set[int]:
         now = time.monotonic()
         deadline, look, pause = now + timeout, now + LEFT_SECONDS, SHORTEST_PAUSE
         while missing := set(wanted) - signed():
@@ -235,29 +259,49 @@ class Job:
 
     def leave(self) -> None:
         """Lets the others know that this rank will not come any more, and its data be read by those that have."""
-        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that had it
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store may have ended with the rank that had it
             self.left.sign(self.rank)
             deadline = time.monotonic() + self.timeout
             for _, readers in self._shelves.values():
-                while self._living(readers() - self.left.signed()) and time.monotonic() < deadline:
+                while (
+                    self._living(readers() - self.left.signed())
+                    and time.monotonic() < deadline
+                ):
                     time.sleep(LONGEST_PAUSE)
             self.gone.sign(self.rank)
         self._shelves.clear()
 
     def host_until_all_are_gone(self) -> None:
         """Keeps the store of this process up for those that still read: a rank waits for ever where it ends before."""
-        deadline = time.monotonic() + (self.timeout if self.one_host else min(self.timeout, STAY_SECONDS))
+        deadline = time.monotonic() + (
+            self.timeout if self.one_host else min(self.timeout, STAY_SECONDS)
+        )
         with contextlib.suppress(RuntimeError):
-            while self._living(set(self.world) - {self.rank} - self.gone.signed()) and time.monotonic() < deadline:
+            while (
+                self._living(set(self.world) - {self.rank} - self.gone.signed())
+                and time.monotonic() < deadline
+            ):
                 time.sleep(LONGEST_PAUSE)
         time.sleep(LAST_ANSWER_SECONDS)
 
     def _living(self, ranks: set[int]) -> set[int]:
         """Those whose processes still run, as far as this host can tell."""
-        return {rank for rank in ranks if rank not in self._processes or is_running(self._processes[rank])}
+        return {
+            rank
+            for rank in ranks
+            if rank not in self._processes or is_running(self._processes[rank])
+        }
 
     def explain(
-        self, call: str, ranks: Sequence[int], missing: Iterable[int], key: str, group: Group | None, number: int = 0
+        self,
+        call: str,
+        ranks: Sequence[int],
+        missing: Iterable[int],
+        key: str,
+        group: Group | None,
+        number: int = 0,
     ) -> CommunicationError:
         """The error of a rank that waited in vain, after it has heard what the others wait in."""
         store = self.store.under(f"fault/{key}")
@@ -265,23 +309,46 @@ class Job:
         store.set(str(self.rank), call)
         roll.sign(self.rank)
         self.wait_for(ranks, roll.signed, NOTE_SECONDS)
-        elsewhere = {r: store.get(str(r)).decode() for r in sorted(roll.signed() & set(ranks))}
+        elsewhere = {
+            r: store.get(str(r)).decode() for r in sorted(roll.signed() & set(ranks))
+        }
         never = tuple(r for r in ranks if r in set(missing) and r not in elsewhere)
         axis = axis_of(ranks if group is None else group.ranks)
-        return unfinished(self.rank, call, group and str(group), ranks, never, elsewhere, number=number, axis=axis)
+        return unfinished(
+            self.rank,
+            call,
+            group and str(group),
+            ranks,
+            never,
+            elsewhere,
+            number=number,
+            axis=axis,
+        )
 
 
 class Meeting:
     """One collective under way: this rank's note is in the store, those of the others are waited for."""
 
-    def __init__(self, job: Job, group: Group, call: Call, pieces: Sequence[bytes], *, in_order: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        call: Call,
+        pieces: Sequence[bytes],
+        *,
+        in_order: bool,
+    ) -> None:
         """``in_order``: whether ranks that issue different collectives are told each other's lines of code."""
         self._job, self._group, self._call, self._in_order = job, group, call, in_order
         self._number = group.progress.begin()
         self._store = job.store.under(group.key)
         self._roll = Roll(self._store, f"{self._number}", group.ranks)
         self._read = self._read_roll(self._number)
-        packed = job.packed(pieces, self._shelf(self._number), lambda: set(group.ranks) - self._read.signed())
+        packed = job.packed(
+            pieces,
+            self._shelf(self._number),
+            lambda: set(group.ranks) - self._read.signed(),
+        )
         note = Note(call, packed, group.progress.finished)
         self._store.set(self._key(group.rank(), self._number), pickle.dumps(note))
         self._roll.sign(job.rank)
@@ -296,19 +363,33 @@ class Meeting:
         try:
             missing = job.wait_for(group.ranks, self._roll.signed, group.timeout, call)
             if missing:
-                raise job.explain(call, group.ranks, missing, group.key, group, self._number + 1)
+                raise job.explain(
+                    call, group.ranks, missing, group.key, group, self._number + 1
+                )
             notes: list[Note] = [
                 pickle.loads(self._store.get(self._key(i, self._number)))  # noqa: S301 - from a rank of our own job
                 for i in range(group.size())
             ]
             found = [_unpacked(note.pieces[group.rank()]) for note in notes]
-            if any(isinstance(piece, Parcel) for note in notes for piece in note.pieces):
+            if any(
+                isinstance(piece, Parcel) for note in notes for piece in note.pieces
+            ):
                 self._read.sign(job.rank)
         except CommunicationError:
             raise
         except (RuntimeError, OSError) as error:  # the store or a process has ended
             number, axis = self._number + 1, axis_of(group.ranks)
-            told = unfinished(job.rank, call, str(group), group.ranks, None, {}, error, number=number, axis=axis)
+            told = unfinished(
+                job.rank,
+                call,
+                str(group),
+                group.ranks,
+                None,
+                {},
+                error,
+                number=number,
+                axis=axis,
+            )
             raise told from error
         self._clean(notes)
         self._check([note.call for note in notes])
@@ -317,7 +398,12 @@ class Meeting:
     def _check(self, calls: Sequence[Call]) -> None:
         ranks = self._group.ranks
         if self._in_order and not agree(calls):
-            raise parted(self._job.rank, self._number + 1, ranks, dict(zip(ranks, map(issued, calls), strict=True)))
+            raise parted(
+                self._job.rank,
+                self._number + 1,
+                ranks,
+                dict(zip(ranks, map(issued, calls), strict=True)),
+            )
         check_agreement(calls, ranks, self._call.name)
 
     def _clean(self, notes: Sequence[Note]) -> None:
@@ -353,7 +439,9 @@ class Post:
         key, number = self._key(self._job.rank, peer, tag), self._group.sent[peer, tag]
         opened = f"{key}/opened"
         [piece] = self._job.packed(
-            [data], f"{key}/{number}", lambda: set() if self._store.add(opened, 0) > number else {peer}
+            [data],
+            f"{key}/{number}",
+            lambda: set() if self._store.add(opened, 0) > number else {peer},
         )
         if isinstance(piece, Parcel):
             for old in range(self._group.released[key], self._store.add(opened, 0)):
@@ -378,19 +466,37 @@ class Post:
         except CommunicationError:
             raise
         except (RuntimeError, OSError) as error:  # the store or a process has ended
-            raise unfinished(job.rank, call, str(group), ranks, None, {}, error) from error
+            raise unfinished(
+                job.rank, call, str(group), ranks, None, {}, error
+            ) from error
 
     def _await_letter(
-        self, call: str, peer: int | None, tag: Any, number: int | None, ranks: Sequence[int]
+        self,
+        call: str,
+        peer: int | None,
+        tag: Any,
+        number: int | None,
+        ranks: Sequence[int],
     ) -> tuple[int, tuple[Any, ...], bytes]:
         job, group = self._job, self._group
         peers = [r for r in group.ranks if r != job.rank] if peer is None else [peer]
 
         def senders() -> set[int]:
-            return {r for r in peers if self.has_letter(r, tag, group.received[r, tag] if number is None else number)}
+            return {
+                r
+                for r in peers
+                if self.has_letter(
+                    r, tag, group.received[r, tag] if number is None else number
+                )
+            }
 
         if number is None:
-            nobody = job.wait_for([job.rank], lambda: {job.rank} if senders() else set(), group.timeout, call)
+            nobody = job.wait_for(
+                [job.rank],
+                lambda: {job.rank} if senders() else set(),
+                group.timeout,
+                call,
+            )
             missing = set(peers) if nobody else set()
         else:
             missing = job.wait_for(peers, senders, group.timeout, call)
@@ -438,7 +544,9 @@ def host_name() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     if not boot.exists() or not namespace.exists() or not hasattr(os, "memfd_create"):
-        return f"no memory to share with process {os.getpid()} of {socket.gethostname()}"
+        return (
+            f"no memory to share with process {os.getpid()} of {socket.gethostname()}"
+        )
     return f"{boot.read_text().strip()} {namespace.readlink()} {os.getuid()}"
 
 

@@ -51,28 +51,43 @@ class Modules(Tensors):
     def parameters_dict(self, cell: Any) -> dict[str, Any]:
         return dict(cell.parameters_and_names())
 
-    def search_parameter_by_name(self, cell: Any, param_name: str) -> tuple[Any, str, Any] | None:
+    def search_parameter_by_name(
+        self, cell: Any, param_name: str
+    ) -> tuple[Any, str, Any] | None:
         path, _, name = param_name.removeprefix("self.").rpartition(".")
         owner = dict(cell.cells_and_names()).get(path)
         param = None if owner is None else private.own_parameters(owner).get(name)
         return None if param is None else (owner, name, param)
 
-    def update_parameter_by_name(self, cell: Any, result: tuple[Any, str, Any], new_param: Any) -> None:
+    def update_parameter_by_name(
+        self, cell: Any, result: tuple[Any, str, Any], new_param: Any
+    ) -> None:
         owner, name, old = result
         if name not in private.own_parameters(owner):
             raise ValueError(
-                coded("HP132", f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}")
+                coded(
+                    "HP132",
+                    f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}",
+                )
             )
         new = self._parameter_like(old, new_param)
         # Every place that shares the old parameter gets the new one, so that tied weights stay tied.
         for module in {owner, *(module for _, module in cell.cells_and_names())}:
-            for key in [key for key, param in private.own_parameters(module).items() if param is old]:
+            for key in [
+                key
+                for key, param in private.own_parameters(module).items()
+                if param is old
+            ]:
                 setattr(module, key, new)
 
     def _parameter_like(self, old: Any, tensor: Any) -> Any:
         """The tensor as a parameter in the place of an old one, under its name: optimizers go by that."""
         is_parameter = isinstance(tensor, Parameter)
-        new = tensor if is_parameter else Parameter(tensor, name=old.name, requires_grad=old.requires_grad)
+        new = (
+            tensor
+            if is_parameter
+            else Parameter(tensor, name=old.name, requires_grad=old.requires_grad)
+        )
         new.name = old.name
         if not is_parameter and (draw := deferred.draw_of(tensor)) is not None:
             deferred.remember(new, draw)
@@ -81,7 +96,10 @@ class Modules(Tensors):
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
             raise ValueError(
-                coded("HP132", f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}")
+                coded(
+                    "HP132",
+                    f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
+                )
             )
         if layout.is_partial():
             raise ValueError(
@@ -94,10 +112,16 @@ class Modules(Tensors):
         shape = tuple(param.shape)
         if self.is_meta(param):
             local = layout.local_shape(shape)
-            shard = deferred.derived(param, local, lambda whole: self.clone(layout.part_of(whole)))
+            shard = deferred.derived(
+                param, local, lambda whole: self.clone(layout.part_of(whole))
+            )
         else:
             shard = self.clone(layout.part_of(self.detach(param)))
-        return Parameter(layout.tensor(shard, shape), name=param.name, requires_grad=param.requires_grad)
+        return Parameter(
+            layout.tensor(shard, shape),
+            name=param.name,
+            requires_grad=param.requires_grad,
+        )
 
     def get_param_local_shape(self, param: Any) -> Any:
         return self._local(param).shape
@@ -132,15 +156,35 @@ class Modules(Tensors):
         is_distributed = isinstance(param, self.DTensorBase)
         if isinstance(data, self.DTensorBase):
             fits = [tuple(param.shape)]
-            if tuple(data.shape) == fits[0] and is_distributed and data.layout.mesh == param.layout.mesh:
+            if (
+                tuple(data.shape) == fits[0]
+                and is_distributed
+                and data.layout.mesh == param.layout.mesh
+            ):
                 return self._local(self.detach(data).redistribute(None, param.layout))
-            source = self.detach(data).full_tensor() if tuple(data.shape) == fits[0] else data
+            source = (
+                self.detach(data).full_tensor()
+                if tuple(data.shape) == fits[0]
+                else data
+            )
         else:
-            fits = [tuple(self._local(param).shape), *([tuple(param.shape)] if is_distributed else [])]
+            fits = [
+                tuple(self._local(param).shape),
+                *([tuple(param.shape)] if is_distributed else []),
+            ]
             source = data if self.is_tensor(data) else mindspore.Tensor(data)
         if tuple(source.shape) not in fits:
-            wanted = f"fits neither of {fits}" if len(fits) > 1 else f"does not fit {fits[0]}"
-            raise ValueError(coded("HP132", f"load_into_param: data of shape {tuple(source.shape)} {wanted}"))
+            wanted = (
+                f"fits neither of {fits}"
+                if len(fits) > 1
+                else f"does not fit {fits[0]}"
+            )
+            raise ValueError(
+                coded(
+                    "HP132",
+                    f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
+                )
+            )
         if tuple(source.shape) == tuple(self._local(param).shape):
             return source
         return param.layout.part_of(source)
@@ -162,21 +206,38 @@ class Modules(Tensors):
         for dims, (plain, transposed) in _CONVOLUTIONS.items():
             if isinstance(module, (*plain, *transposed)):
                 turned = isinstance(module, transposed)
-                return Projection("convolution", int(turned), int(not turned), features=-1 - dims)
+                return Projection(
+                    "convolution", int(turned), int(not turned), features=-1 - dims
+                )
         return None
 
     def register_forward_pre_hook(
-        self, module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
+        self,
+        module: Any,
+        hook: Callable[..., Any],
+        prepend: bool = False,
+        with_kwargs: bool = False,
     ) -> Any:
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+        return module.register_forward_pre_hook(
+            hook, prepend=prepend, with_kwargs=with_kwargs
+        )
 
     def register_forward_hook(
-        self, module: Any, hook: Callable[..., Any], with_kwargs: bool = False, always_call: bool = False
+        self,
+        module: Any,
+        hook: Callable[..., Any],
+        with_kwargs: bool = False,
+        always_call: bool = False,
     ) -> Any:
-        return module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=always_call)
+        return module.register_forward_hook(
+            hook, with_kwargs=with_kwargs, always_call=always_call
+        )
 
     def own_tensors(self, module: Any) -> list[tuple[str, Any]]:
-        found = [*private.own_parameters(module).items(), *private.own_buffers(module).items()]
+        found = [
+            *private.own_parameters(module).items(),
+            *private.own_buffers(module).items(),
+        ]
         return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
@@ -184,29 +245,45 @@ class Modules(Tensors):
         if name in buffers:
             buffers[name] = tensor
         else:
-            setattr(module, name, self._parameter_like(private.own_parameters(module)[name], tensor))
+            setattr(
+                module,
+                name,
+                self._parameter_like(private.own_parameters(module)[name], tensor),
+            )
 
-    def register_full_backward_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+    def register_full_backward_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
         _refuse_prepending("register_full_backward_hook", prepend)
         return module.register_backward_hook(hook)
 
-    def register_full_backward_pre_hook(self, module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
+    def register_full_backward_pre_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
         _refuse_prepending("register_full_backward_pre_hook", prepend)
         return module.register_backward_pre_hook(hook)
 
-    def get_model_state_dict(self, model: Any, *, options: Any = None) -> dict[str, Any]:
+    def get_model_state_dict(
+        self, model: Any, *, options: Any = None
+    ) -> dict[str, Any]:
         full = getattr(options, "full_state_dict", False)
         offload = getattr(options, "cpu_offload", False)
         state = dict(model.state_dict())
         if getattr(options, "ignore_frozen_params", False):
             state = {
-                name: value for name, value in state.items() if not isinstance(value, Parameter) or value.requires_grad
+                name: value
+                for name, value in state.items()
+                if not isinstance(value, Parameter) or value.requires_grad
             }
         if full:
             state = {name: self._whole(value) for name, value in state.items()}
         if offload:
             # As in torch: the whole state in host memory is wanted once, not once a rank.
-            state = {} if full and self.get_rank() else {n: self._to_host(value) for n, value in state.items()}
+            state = (
+                {}
+                if full and self.get_rank()
+                else {n: self._to_host(value) for n, value in state.items()}
+            )
         return state
 
     def _whole(self, value: Any) -> Any:
@@ -216,21 +293,32 @@ class Modules(Tensors):
         """Untested on hardware: from an accelerator."""
         return self._like(value, self.host_tensor) if self.is_tensor(value) else value
 
-    def optimizer_parts(self, optimizer: Any) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
+    def optimizer_parts(
+        self, optimizer: Any
+    ) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
         """Of optimizers of ``mindspore.experimental.optim`` and ``nn``, whose state always is; others are refused."""
         return optimizers.parts(optimizer, self.load_into_param)
 
-    def save_checkpoint(self, cell: Any, file_path: Any, ckpt_format: str = "safetensors") -> None:
+    def save_checkpoint(
+        self, cell: Any, file_path: Any, ckpt_format: str = "safetensors"
+    ) -> None:
         _check_format("save_checkpoint", ckpt_format)
         state = cell.state_dict() if isinstance(cell, nn.Cell) else dict(cell)
-        wrong = sorted(name for name, value in state.items() if not self.is_tensor(value))
+        wrong = sorted(
+            name for name, value in state.items() if not self.is_tensor(value)
+        )
         if wrong:
             raise ValueError(
-                coded("HP134", f"save_checkpoint: only tensors can be saved in one file; {wrong} are none")
+                coded(
+                    "HP134",
+                    f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
+                )
             )
         tensors = {name: self.host_tensor(value) for name, value in state.items()}
         target = Path(file_path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as handle:
             temporary = Path(handle.name)
         try:
             _write(self, tensors, temporary)
@@ -240,7 +328,9 @@ class Modules(Tensors):
         finally:
             temporary.unlink(missing_ok=True)
 
-    def load_checkpoint(self, file_path: Any, ckpt_format: str = "safetensors") -> dict[str, Any]:
+    def load_checkpoint(
+        self, file_path: Any, ckpt_format: str = "safetensors"
+    ) -> dict[str, Any]:
         _check_format("load_checkpoint", ckpt_format)
         from safetensors import SafetensorError, deserialize
 
@@ -248,7 +338,10 @@ class Modules(Tensors):
             found = deserialize(Path(file_path).read_bytes())
         except SafetensorError as error:
             raise ValueError(
-                coded("HP134", f"load_checkpoint: {file_path} is not a whole safetensors file: {error}")
+                coded(
+                    "HP134",
+                    f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
+                )
             ) from error
         return {name: self._stored(name, entry, file_path) for name, entry in found}
 
@@ -257,10 +350,13 @@ class Modules(Tensors):
         if entry["dtype"] not in names:
             raise ValueError(
                 coded(
-                    "HP134", f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have"
+                    "HP134",
+                    f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have",
                 )
             )
-        return self.tensor_from_bytes(np.array(bytearray(entry["data"])), names[entry["dtype"]], entry["shape"])
+        return self.tensor_from_bytes(
+            np.array(bytearray(entry["data"])), names[entry["dtype"]], entry["shape"]
+        )
 
 
 def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
@@ -270,9 +366,15 @@ def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         stored = _STORED[DTYPE_NAMES[tensor.dtype]]
-        header[name] = {"dtype": stored, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": stored,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # the data is to begin where any dtype may lie
+    text = text.ljust(
+        -(-len(text) // 8) * 8
+    )  # the data is to begin where any dtype may lie
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -281,12 +383,19 @@ def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
 
 def _check_format(call: str, ckpt_format: str) -> None:
     if ckpt_format != "safetensors":
-        raise ValueError(coded("HP134", f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}"))
+        raise ValueError(
+            coded(
+                "HP134",
+                f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}",
+            )
+        )
 
 
 def _refuse_prepending(call: str, prepend: bool) -> None:
     if prepend:
-        raise ValueError(f"{call}: MindSpore runs backward hooks in the order in which they were set; prepend is False")
+        raise ValueError(
+            f"{call}: MindSpore runs backward hooks in the order in which they were set; prepend is False"
+        )
 
 
 def _set_on_shards(kind: Any) -> None:
@@ -298,9 +407,17 @@ def _set_on_shards(kind: Any) -> None:
         items = args if isinstance(args, tuple) else (args,)
         if not any(isinstance(item, DTensorBase) for item in items):
             return usual(primitive, args)
-        found = usual(primitive, tuple(item.to_local() if isinstance(item, DTensorBase) else item for item in items))
+        found = usual(
+            primitive,
+            tuple(
+                item.to_local() if isinstance(item, DTensorBase) else item
+                for item in items
+            ),
+        )
         made = tuple(
-            item.layout.tensor(local, tuple(item.shape)) if isinstance(item, DTensorBase) else local
+            item.layout.tensor(local, tuple(item.shape))
+            if isinstance(item, DTensorBase)
+            else local
             for item, local in zip(items, found, strict=True)
         )
         return made if isinstance(args, tuple) else made[0]

@@ -250,7 +250,9 @@ _PARAMETERS = {
 class Operation:
     """An operator of MindSpore as it reaches a distributed tensor: one object for each, whoever calls it."""
 
-    def __init__(self, name: str, run: Callable[..., Any], attributes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, run: Callable[..., Any], attributes: Mapping[str, Any]
+    ) -> None:
         self.name, self._run, self.attributes = name, run, attributes
         self.__name__ = name
 
@@ -264,17 +266,26 @@ class Operation:
 _OPERATIONS: dict[tuple[str, Any], Operation] = {}
 
 
-def operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[Operation, Any, Any]:
+def operation(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Operation, Any, Any]:
     """(operator, arguments, keywords) of what ``__fallback__`` gets, which is a new object at each call."""
     if len(args) == 3 and isinstance(args[0], mindspore.ops.Primitive):
         primitive, name, args = args
-        made = _known(name, str(primitive), lambda *given: func(primitive, name, given), primitive.attrs)
+        made = _known(
+            name,
+            str(primitive),
+            lambda *given: func(primitive, name, given),
+            primitive.attrs,
+        )
     else:
         made = _known(func.name, type(func), func, {})
     return made, args, kwargs or {}
 
 
-def _known(name: str, kind: Any, run: Callable[..., Any], attributes: Mapping[str, Any]) -> Operation:
+def _known(
+    name: str, kind: Any, run: Callable[..., Any], attributes: Mapping[str, Any]
+) -> Operation:
     if (name, kind) not in _OPERATIONS:
         _OPERATIONS[name, kind] = Operation(name, run, attributes)
     return _OPERATIONS[name, kind]
@@ -311,7 +322,9 @@ _SAME_AS = {
     "swapdims": "transpose",
 }
 _SPELLED: dict[Any, str] = {}  # functions of ours, by what the rules call them
-_FINE_NAMES = {NAMES[spelled][0] for spelled in FINE if spelled in NAMES} | FUNCTIONS.keys()  # these ask for themselves
+_FINE_NAMES = {
+    NAMES[spelled][0] for spelled in FINE if spelled in NAMES
+} | FUNCTIONS.keys()  # these ask for themselves
 
 
 @functools.cache
@@ -326,7 +339,9 @@ def called(func: Any) -> Called:
             return Called(found, inplace, parameters)
         return Called(func.name, inplace, None)
     name = getattr(func, "__name__", type(func).__name__)
-    known = _SPELLED.get(func) or next((key for key, one in FUNCTIONS.items() if one is func), None)
+    known = _SPELLED.get(func) or next(
+        (key for key, one in FUNCTIONS.items() if one is func), None
+    )
     inplace = known is None and name.endswith("_") and not name.endswith("__")
     bare = name.removesuffix("_") if inplace else name.removesuffix("_ext")
     return Called(known or bare, inplace, _parameters(func, is_ours=known in FUNCTIONS))
@@ -341,7 +356,10 @@ def _parameters(func: Any, is_ours: bool) -> tuple[str, ...] | None:
         return None
     names = [parameter.name for parameter in found]
     usual = names if is_ours else [_PARAMETERS.get(name, name) for name in names]
-    return tuple(name if known in names else known for name, known in zip(names, usual, strict=True))
+    return tuple(
+        name if known in names else known
+        for name, known in zip(names, usual, strict=True)
+    )
 
 
 @functools.cache
@@ -350,7 +368,9 @@ def function(name: str) -> Callable[..., Any]:
     name = _SAME_AS.get(name, name)
     rooms = (getattr(room, name, None) for room in _ROOMS)
     has_kernel = name in ON_NPU and mindspore.get_context("device_target") == "Ascend"
-    found = (None if has_kernel else FUNCTIONS.get(name)) or next((one for one in rooms if callable(one)), None)
+    found = (None if has_kernel else FUNCTIONS.get(name)) or next(
+        (one for one in rooms if callable(one)), None
+    )
     if found is None:
         raise AttributeError(f"MindSpore has no operator {name!r}")
     return _guarded(name, found)
@@ -365,7 +385,9 @@ def _guarded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs and name in FUNCTIONS:
             kwargs = {_OF_NUMPY.get(key, key): value for key, value in kwargs.items()}
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        kind = next((type(tensor) for tensor in tensors if hasattr(tensor, "_layout")), None)
+        kind = next(
+            (type(tensor) for tensor in tensors if hasattr(tensor, "_layout")), None
+        )
         if kind is not None:
             return kind.dispatch(run, args, kwargs)
         if any(tensor.is_meta for tensor in tensors):
@@ -382,7 +404,9 @@ class Operators(Platform):
 
     def get_op_name(self, func: Any) -> str:
         if not callable(func):
-            raise TypeError(f"get_op_name: expected an operator, got {type(func).__name__}")
+            raise TypeError(
+                f"get_op_name: expected an operator, got {type(func).__name__}"
+            )
         return called(func).name
 
     def called(self, func: Any) -> Called:

@@ -38,8 +38,21 @@ _TORCHS = {
     "step_t": "step",
 }
 _ADAGRADS = {"accum": "sum"}
-_NO_STATE = frozenset({"parameters", "_parameters", "params", "learning_rate", "lrs", "group_lr", "group_params"})
-_OPTIONS = ("learning_rate", "momentum")  # single parameters of nn's optimizers that are options, not state
+_NO_STATE = frozenset(
+    {
+        "parameters",
+        "_parameters",
+        "params",
+        "learning_rate",
+        "lrs",
+        "group_lr",
+        "group_params",
+    }
+)
+_OPTIONS = (
+    "learning_rate",
+    "momentum",
+)  # single parameters of nn's optimizers that are options, not state
 _FIRST_STEP = "stat"  # of SGD: 1 until the first step has filled the momentum
 
 
@@ -65,7 +78,10 @@ def parts(
 
 def refuse_idle(optimizer: Any) -> None:
     """A RuntimeError for an optimizer that has no kernel on a CPU, or, worse, runs there and changes nothing."""
-    is_mint = any(kind.__module__.startswith("mindspore.mint.optim") for kind in type(optimizer).__mro__)
+    is_mint = any(
+        kind.__module__.startswith("mindspore.mint.optim")
+        for kind in type(optimizer).__mro__
+    )
     if is_mint and mindspore.get_context("device_target") == "CPU":
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -105,38 +121,69 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
     A rate that follows a schedule is no option: the schedule is code, and the ``global_step`` says where it is.
     """
-    single = {name: value for name in _OPTIONS if isinstance(value := getattr(optimizer, name, None), Parameter)}
-    options = {{"learning_rate": "lr"}.get(name, name): value for name, value in single.items()}
+    single = {
+        name: value
+        for name in _OPTIONS
+        if isinstance(value := getattr(optimizer, name, None), Parameter)
+    }
+    options = {
+        {"learning_rate": "lr"}.get(name, name): value for name, value in single.items()
+    }
     parameters = list(optimizer.parameters)
     if not optimizer.is_group_lr or optimizer.dynamic_lr:
         return [{"params": parameters, **options}]
-    return [{"params": [p], **options, "lr": lr} for p, lr in zip(parameters, optimizer.learning_rate, strict=True)]
+    return [
+        {"params": [p], **options, "lr": lr}
+        for p, lr in zip(parameters, optimizer.learning_rate, strict=True)
+    ]
 
 
 class State(MutableMapping[Any, dict[str, Any]]):
     """The state of each parameter. All have some from the beginning: what is taken out stays until it is replaced."""
 
-    def __init__(self, optimizer: Any, groups: Sequence[dict[str, Any]], copy_into: Callable[[Any, Any], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        groups: Sequence[dict[str, Any]],
+        copy_into: Callable[[Any, Any], None],
+    ) -> None:
         self._name = type(optimizer).__name__
         self._copy_into = copy_into
         self._parameters = list(optimizer.parameters)
         self._at = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._kinds: dict[str, Sequence[Any]] = {}
-        self._given: dict[str, tuple[Any, Any]] = {}  # to numbers of all parameters: the value, and by which parameter
+        self._given: dict[
+            str, tuple[Any, Any]
+        ] = {}  # to numbers of all parameters: the value, and by which parameter
         names = _TORCHS | (_ADAGRADS if "Adagrad" in self._name else {})
         for name, value in vars(optimizer).items():
-            if isinstance(value, ParameterTuple) and len(value) == len(self) and name not in _NO_STATE:
+            if (
+                isinstance(value, ParameterTuple)
+                and len(value) == len(self)
+                and name not in _NO_STATE
+            ):
                 self._kinds[names.get(name, name)] = value
-        known = {*self._at, *(id(tensor) for kind in self._kinds.values() for tensor in kind)}
+        known = {
+            *self._at,
+            *(id(tensor) for kind in self._kinds.values() for tensor in kind),
+        }
         for name, value in optimizer.parameters_and_names(expand=False):
-            if "." not in name and id(value) not in known and not name.startswith(_OPTIONS):
-                self._kinds[names.get(name, name)] = [value] * len(self)  # a number for all parameters
+            if (
+                "." not in name
+                and id(value) not in known
+                and not name.startswith(_OPTIONS)
+            ):
+                self._kinds[names.get(name, name)] = [value] * len(
+                    self
+                )  # a number for all parameters
         if not any(group.get("amsgrad") for group in groups):
             self._kinds.pop("max_exp_avg_sq", None)  # made, but not used
 
     def __getitem__(self, parameter: Any) -> dict[str, Any]:
         own = self._own(parameter)
-        if "step" in own and own["step"].dtype == mindspore.int32:  # torch counts in float32
+        if (
+            "step" in own and own["step"].dtype == mindspore.int32
+        ):  # torch counts in float32
             own["step"] = mindspore.Tensor(own["step"].asnumpy().astype(np.float32))
         return own
 
@@ -152,10 +199,15 @@ class State(MutableMapping[Any, dict[str, Any]]):
         if unknown := sorted(values.keys() - own.keys()):
             raise ValueError(
                 coded(
-                    "HP140", f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}"
+                    "HP140",
+                    f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}",
                 )
             )
-        if "momentum_buffer" in values and _FIRST_STEP in own and _FIRST_STEP not in values:
+        if (
+            "momentum_buffer" in values
+            and _FIRST_STEP in own
+            and _FIRST_STEP not in values
+        ):
             values = {**values, _FIRST_STEP: mindspore.ops.zeros_like(own[_FIRST_STEP])}
         for name, value in values.items():
             if value is not own[name]:

@@ -112,7 +112,11 @@ def seeds() -> Any:
 
 def dtype_of(given: Any) -> Any:
     """The dtype that an operator is told, some of them by its number."""
-    return _name("mindspore._c_expression.typing", "type_id_to_type")(given) if isinstance(given, int) else given
+    return (
+        _name("mindspore._c_expression.typing", "type_id_to_type")(given)
+        if isinstance(given, int)
+        else given
+    )
 
 
 def device_context() -> Any:

@@ -33,7 +33,9 @@ from hyper_parallel.platform.mindspore import private
 # Fixed, so that the states of all ranks are of one length whatever they have drawn.
 STATE_BYTES = 4096
 
-_DEFAULT_SEED = 67280421310721  # torch's: programs that never seed draw the same on every rank
+_DEFAULT_SEED = (
+    67280421310721  # torch's: programs that never seed draw the same on every rank
+)
 _LARGEST_SEED = 2**31 - 1  # MindSpore's kernels take the global seed modulo this
 
 
@@ -44,7 +46,9 @@ class _Ours:
 
 def draw() -> np.random.Generator:
     """A generator for one draw; every call gives another."""
-    counter = np.array([0, _Ours.drawn, 0, 0], np.uint64)  # each draw has 2**64 blocks for itself
+    counter = np.array(
+        [0, _Ours.drawn, 0, 0], np.uint64
+    )  # each draw has 2**64 blocks for itself
     _Ours.drawn += 1
     return np.random.Generator(np.random.Philox(key=_Ours.seed, counter=counter))
 
@@ -59,15 +63,23 @@ def reseed(seed: int) -> None:
 
 def framework_seed(seed: int) -> int:
     """A seed that MindSpore takes, the same one where it can."""
-    return seed if 0 <= seed < _LARGEST_SEED else int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0] >> 1)
+    return (
+        seed
+        if 0 <= seed < _LARGEST_SEED
+        else int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0] >> 1)
+    )
 
 
 def state() -> NDArray[np.uint8]:
     """Where both generators stand, as bytes."""
     seeds = private.seeds()
-    if seeds._GLOBAL_SEED is None:  # each process would draw numbers of its own, which no state could bring back
+    if (
+        seeds._GLOBAL_SEED is None
+    ):  # each process would draw numbers of its own, which no state could bring back
         seeds._GLOBAL_SEED = framework_seed(_Ours.seed)
-    kernels = [[*key, count] for key, count in sorted(seeds._KERNEL_SEED.items(), key=str)]
+    kernels = [
+        [*key, count] for key, count in sorted(seeds._KERNEL_SEED.items(), key=str)
+    ]
     text = json.dumps([_Ours.seed, _Ours.drawn, seeds._GLOBAL_SEED, kernels]).encode()
     if len(text) > STATE_BYTES:
         raise RuntimeError(
@@ -88,7 +100,10 @@ def put_back(found: NDArray[np.uint8]) -> None:
         counts = {(name, op_seed): count for name, op_seed, count in kernels}
     except (ValueError, TypeError) as error:
         raise ValueError(
-            coded("HP139", f"set_rng_state: {found.size} bytes that are no state of these generators: {error}")
+            coded(
+                "HP139",
+                f"set_rng_state: {found.size} bytes that are no state of these generators: {error}",
+            )
         ) from error
     _Ours.seed, _Ours.drawn = seed, drawn
     seeds = private.seeds()
@@ -135,8 +150,14 @@ def _drawn_here(kind: Any, instead: Callable[[Any, Any], Any]) -> None:
 
     @functools.wraps(usual)
     def call(primitive: Any, x: Any) -> Any:
-        is_functional = primitive.attrs.get("random_cache") is False  # seeded at each call
-        if is_functional or not _here.is_replayable or mindspore.get_context("device_target") != "CPU":
+        is_functional = (
+            primitive.attrs.get("random_cache") is False
+        )  # seeded at each call
+        if (
+            is_functional
+            or not _here.is_replayable
+            or mindspore.get_context("device_target") != "CPU"
+        ):
             return usual(primitive, x)
         return instead(primitive, x)
 
@@ -145,14 +166,20 @@ def _drawn_here(kind: Any, instead: Callable[[Any, Any], Any]) -> None:
 
 def _dropped(primitive: Any, x: Any) -> Any:
     """(what is left, mask), by a kernel that begins with a seed of ours: one that has run would go on with its own."""
-    fresh = ops.Dropout(primitive.keep_prob, *draw().integers(1, _LARGEST_SEED, 2).tolist())
+    fresh = ops.Dropout(
+        primitive.keep_prob, *draw().integers(1, _LARGEST_SEED, 2).tolist()
+    )
     return fresh.add_prim_attr("random_cache", False)(x)
 
 
 def _channels_dropped(primitive: Any, x: Any) -> Any:
     """(what is left, mask) where the whole of a channel is kept or not; these kernels take no seed."""
     channels = ops.ones((*x.shape[:2], *(1,) * (len(x.shape) - 2)), mindspore.float32)
-    scale = ops.zeros_like(channels) if primitive.keep_prob == 0 else _dropped(primitive, channels)[0]
+    scale = (
+        ops.zeros_like(channels)
+        if primitive.keep_prob == 0
+        else _dropped(primitive, channels)[0]
+    )
     return x * scale.astype(x.dtype), ops.broadcast_to(scale != 0, tuple(x.shape))
 
 

@@ -34,27 +34,45 @@ class Recompute(Platform):
         return noop_context_fn
 
     def ckpt_wrapper(
-        self, module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
+        self,
+        module: Any,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **checkpoint_fn_kwargs: Any,
     ) -> Any:
         if checkpoint_fn is not None and not callable(checkpoint_fn):
             raise ValueError(
-                coded("HP136", f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+                coded(
+                    "HP136",
+                    f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
+                )
             )
 
-        def run(_cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def run(
+            _cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any
+        ) -> Any:
             if checkpoint_fn is not None:
                 return checkpoint_fn(construct, *args, **checkpoint_fn_kwargs, **kwargs)
             # The module's keywords must not clash with those of the recompute.
-            return checkpoint(lambda *values: construct(*values, **kwargs), *args, **checkpoint_fn_kwargs)
+            return checkpoint(
+                lambda *values: construct(*values, **kwargs),
+                *args,
+                **checkpoint_fn_kwargs,
+            )
 
         return _running("ckpt_wrapper", "Recomputed", module, run)
 
-    def swap_wrapper(self, module: Any, policy_fn: Callable[[Any], bool] | None = None) -> Any:
+    def swap_wrapper(
+        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+    ) -> Any:
         """Untested on hardware: copies from and to an accelerator."""
         SwapToHost(policy_fn)  # a bad policy is refused here, not in the first forward
 
-        def run(cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            with SwapToHost(policy_fn, itertools.chain(cell.get_parameters(), cell.buffers())):
+        def run(
+            cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any
+        ) -> Any:
+            with SwapToHost(
+                policy_fn, itertools.chain(cell.get_parameters(), cell.buffers())
+            ):
                 return construct(*args, **kwargs)
 
         return _running("swap_wrapper", "Swapped", module, run)
@@ -71,12 +89,16 @@ class Recompute(Platform):
         """
         return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
-    def async_save_on_cpu(self, policy_fn: Callable[[Any], bool] | None = None) -> SwapToHost:
+    def async_save_on_cpu(
+        self, policy_fn: Callable[[Any], bool] | None = None
+    ) -> SwapToHost:
         """Untested on hardware: copies from and to an accelerator."""
         return SwapToHost(policy_fn)
 
 
-def noop_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def noop_context_fn() -> tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]:
     """Two contexts that do nothing."""
     return nullcontext(), nullcontext()
 
@@ -106,7 +128,9 @@ def checkpoint(
 
     def contexts() -> tuple[Any, Any]:
         first, again = context_fn()
-        return _Run(first, None), _Run(again, randomness.state() if preserve_rng_state else None)
+        return _Run(first, None), _Run(
+            again, randomness.state() if preserve_rng_state else None
+        )
 
     options = {"use_reentrant": False, "early_stop": early_stop, "context_fn": contexts}
     return mindspore.recompute(watching(function), *args, **options, **kwargs)
@@ -138,10 +162,17 @@ def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:
     Both have one dictionary of attributes, so that names, parameters, hooks, indexing and state are the same by nature.
     """
     if not isinstance(module, nn.Cell):
-        raise ValueError(coded("HP136", f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}"))
+        raise ValueError(
+            coded(
+                "HP136",
+                f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}",
+            )
+        )
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, super(kind, self).construct, args, kwargs)
 
-    kind: Any = type(f"{what}{type(module).__name__}", (type(module),), {"construct": construct})
+    kind: Any = type(
+        f"{what}{type(module).__name__}", (type(module),), {"construct": construct}
+    )
     return private.cell_on(kind, vars(module))

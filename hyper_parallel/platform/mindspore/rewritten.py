@@ -29,7 +29,9 @@ def rewritten(operation: Operation) -> Callable[..., Any] | None:
     if name in _BY_ATTRIBUTES:
         return lambda *args: _BY_ATTRIBUTES[name](*args, **operation.attributes)
     if name.startswith("Inplace") and name != "InplaceCopy":
-        return lambda target, *args, **kwargs: _changed(name.removeprefix("Inplace"), target, args, kwargs)
+        return lambda target, *args, **kwargs: _changed(
+            name.removeprefix("Inplace"), target, args, kwargs
+        )
     return None
 
 
@@ -40,17 +42,28 @@ def by_rule(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return [leaf for item in tree for leaf in _leaves(item)] if isinstance(tree, (list, tuple)) else [tree]
+    return (
+        [leaf for item in tree for leaf in _leaves(item)]
+        if isinstance(tree, (list, tuple))
+        else [tree]
+    )
 
 
-def _changed(name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _changed(
+    name: str, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     known = _IN_PLACE.get(name) or NAMES.get(name, (None,))[0]
     if known is None:
         raise NotImplementedError(
-            coded("HP313", f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it")
+            coded(
+                "HP313",
+                f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it",
+            )
         )
     if known in _FILLING:
-        return by_rule(known, target, *args[: _FILLING[known]])  # after them come what MindSpore draws from
+        return by_rule(
+            known, target, *args[: _FILLING[known]]
+        )  # after them come what MindSpore draws from
     return target.copy_(by_rule(known, target, *args, **kwargs))
 
 
@@ -73,20 +86,30 @@ _IN_PLACE = {
     "Zero": "zeros_like",
 }
 # Those that draw numbers, and how many arguments say which.
-_FILLING = {"bernoulli_": 1, "exponential_": 1, "normal_": 2, "random_": 2, "uniform_": 2}
+_FILLING = {
+    "bernoulli_": 1,
+    "exponential_": 1,
+    "normal_": 2,
+    "random_": 2,
+    "uniform_": 2,
+}
 
 
 # --- products
 
 
-def _matmul(input: Any, other: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
+def _matmul(
+    input: Any, other: Any, transpose_a: bool = False, transpose_b: bool = False
+) -> Any:
     left = mint.transpose(input, -1, -2) if transpose_a else input
     right = mint.transpose(other, -1, -2) if transpose_b else other
     return by_rule("matmul", left, right)
 
 
 def _bias_add(input: Any, bias: Any, data_format: Any = 0) -> Any:  # noqa: ARG001 - channels are dim 1 in both
-    return input + (bias if input.ndim == 2 else bias.reshape((-1, *(1,) * (input.ndim - 2))))
+    return input + (
+        bias if input.ndim == 2 else bias.reshape((-1, *(1,) * (input.ndim - 2)))
+    )
 
 
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, value: Any) -> Any:
@@ -97,9 +120,17 @@ def _addcdiv(input: Any, tensor1: Any, tensor2: Any, value: Any) -> Any:
     return input + tensor1 / tensor2 * value
 
 
-def _std(input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+def _std(
+    input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False
+) -> Any:
     """mint's has a correction of one, which it says; the method has none."""
-    return by_rule("std", input, dim, correction=0 if correction is None else correction, keepdim=keepdim)
+    return by_rule(
+        "std",
+        input,
+        dim,
+        correction=0 if correction is None else correction,
+        keepdim=keepdim,
+    )
 
 
 # --- lookups
@@ -107,7 +138,12 @@ def _std(input: Any, dim: Any = None, correction: Any = None, keepdim: bool = Fa
 
 def _gather(input: Any, index: Any, axis: int, batch_dims: int = 0) -> Any:
     if batch_dims:
-        raise NotImplementedError(coded("HP313", "ops.gather: batch_dims is not supported for distributed tensors"))
+        raise NotImplementedError(
+            coded(
+                "HP313",
+                "ops.gather: batch_dims is not supported for distributed tensors",
+            )
+        )
     if axis % input.ndim == 0 and input.ndim == 2:
         return by_rule("embedding", index, input)
     if index.ndim == 1:
@@ -122,7 +158,10 @@ def _gather_nd(input: Any, index: Any) -> Any:
 def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
     if axis != -1:
         raise NotImplementedError(
-            coded("HP313", "ops.one_hot: distributed tensors get the new dim at the end; take axis=-1")
+            coded(
+                "HP313",
+                "ops.one_hot: distributed tensors get the new dim at the end; take axis=-1",
+            )
         )
     found = by_rule("one_hot", index, depth)
     return found.astype(on.dtype) * (on - off) + off
@@ -131,13 +170,21 @@ def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
 def _strided_slice(input: Any, begin: Any, end: Any, strides: Any, *masks: int) -> Any:
     if any(masks):
         raise NotImplementedError(
-            coded("HP313", "ops.strided_slice: masks are not supported for distributed tensors; index it")
+            coded(
+                "HP313",
+                "ops.strided_slice: masks are not supported for distributed tensors; index it",
+            )
         )
     return input[tuple(map(slice, begin, end, strides))]
 
 
 def _slice(input: Any, begin: Any, size: Any) -> Any:
-    return input[tuple(slice(at, None if n == -1 else at + n) for at, n in zip(begin, size, strict=True))]
+    return input[
+        tuple(
+            slice(at, None if n == -1 else at + n)
+            for at, n in zip(begin, size, strict=True)
+        )
+    ]
 
 
 def _split(input: Any, axis: int = 0, output_num: int = 1) -> Any:
@@ -147,11 +194,20 @@ def _split(input: Any, axis: int = 0, output_num: int = 1) -> Any:
 def _scatter(input: Any, dim: int, index: Any, src: Any, reduce: Any = 0) -> Any:
     if reduce not in (0, 1, None):
         raise NotImplementedError(
-            coded("HP313", "scatter: distributed tensors are written to, or added to; scatter_reduce has others")
+            coded(
+                "HP313",
+                "scatter: distributed tensors are written to, or added to; scatter_reduce has others",
+            )
         )
     if reduce:
         return by_rule("scatter_add", input, dim, index, src)
-    return by_rule("scatter", input, dim, index, **{"src" if hasattr(src, "shape") else "value": src})
+    return by_rule(
+        "scatter",
+        input,
+        dim,
+        index,
+        **{"src" if hasattr(src, "shape") else "value": src},
+    )
 
 
 def _index_fill(input: Any, dim: Any, index: Any, value: Any) -> Any:
@@ -163,9 +219,18 @@ def _into(make: Callable[..., Any]) -> Callable[..., Any]:
     return lambda target, *args: target.copy_(make(target, *args))
 
 
-def _searchsorted(sorted_sequence: Any, values: Any, sorter: Any, dtype: Any, right: bool) -> Any:
+def _searchsorted(
+    sorted_sequence: Any, values: Any, sorter: Any, dtype: Any, right: bool
+) -> Any:
     is_short = dtype == mindspore.int32
-    return by_rule("searchsorted", sorted_sequence, values, out_int32=is_short, right=right, sorter=sorter)
+    return by_rule(
+        "searchsorted",
+        sorted_sequence,
+        values,
+        out_int32=is_short,
+        right=right,
+        sorter=sorter,
+    )
 
 
 # --- reductions
@@ -182,22 +247,43 @@ def _reduced(name: str, parameters: str = "axis keep_dims") -> Callable[..., Any
 
     def reduce(input: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters.split(), args, strict=False)), **kwargs}
-        given = {key: value for key, value in given.items() if value is not None and value is not False}
-        given = {key: value for key, value in given.items() if value not in ((), [])}  # no dims are all of them
+        given = {
+            key: value
+            for key, value in given.items()
+            if value is not None and value is not False
+        }
+        given = {
+            key: value for key, value in given.items() if value not in ((), [])
+        }  # no dims are all of them
         dims = given.pop("axis", given.pop("dim", None))
-        keep = any(given.pop(spelled, False) for spelled in ("keep_dims", "keepdims", "keepdim"))
+        keep = any(
+            given.pop(spelled, False)
+            for spelled in ("keep_dims", "keepdims", "keepdim")
+        )
         dtype = {"dtype": given.pop("dtype")} if "dtype" in given else {}
         if given:
             raise NotImplementedError(
-                coded("HP313", f"{name}: {', '.join(given)} is not supported for distributed tensors")
+                coded(
+                    "HP313",
+                    f"{name}: {', '.join(given)} is not supported for distributed tensors",
+                )
             )
-        return by_rule(name, input, dims, keep, **dtype) if dims is not None or keep else by_rule(name, input, **dtype)
+        return (
+            by_rule(name, input, dims, keep, **dtype)
+            if dims is not None or keep
+            else by_rule(name, input, **dtype)
+        )
 
     return reduce
 
 
 def _argument(name: str) -> Callable[..., Any]:
-    def find(input: Any, axis: Any = None, kind: Any = None, keepdims: bool = False) -> Any:  # noqa: ARG001
+    def find(
+        input: Any,
+        axis: Any = None,
+        kind: Any = None,  # noqa: ARG001
+        keepdims: bool = False,
+    ) -> Any:
         return by_rule(name, input, axis, keepdims).astype(mindspore.int32)
 
     return find
@@ -220,18 +306,25 @@ def _variance(name: str) -> Callable[..., Any]:
     return run
 
 
-def _deviation(input: Any, axis: Any = (), unbiased: bool = True, keep_dims: bool = False) -> Any:
+def _deviation(
+    input: Any, axis: Any = (), unbiased: bool = True, keep_dims: bool = False
+) -> Any:
     dims = None if axis in (None, (), []) else axis
-    return by_rule("std", input, dims, correction=int(unbiased), keepdim=keep_dims), by_rule(
-        "mean", input, dims, keep_dims
-    )
+    return by_rule(
+        "std", input, dims, correction=int(unbiased), keepdim=keep_dims
+    ), by_rule("mean", input, dims, keep_dims)
 
 
 def _running(name: str) -> Callable[..., Any]:
-    def run(input: Any, axis: Any, exclusive: bool = False, reverse: bool = False, **_: Any) -> Any:
+    def run(
+        input: Any, axis: Any, exclusive: bool = False, reverse: bool = False, **_: Any
+    ) -> Any:
         if exclusive or reverse:
             raise NotImplementedError(
-                coded("HP313", f"ops.{name}: exclusive and reverse are not supported for distributed tensors")
+                coded(
+                    "HP313",
+                    f"ops.{name}: exclusive and reverse are not supported for distributed tensors",
+                )
             )
         return by_rule(name, input, int(axis))
 
@@ -248,10 +341,15 @@ def _ordered(name: str) -> Callable[..., Any]:
     return run
 
 
-def _trace(input: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None) -> Any:
+def _trace(
+    input: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
+) -> Any:
     if (offset, axis1, axis2, dtype) != (0, 0, 1, None) or input.ndim != 2:
         raise NotImplementedError(
-            coded("HP313", "trace: distributed tensors have that of a matrix; take the sum of a diagonal")
+            coded(
+                "HP313",
+                "trace: distributed tensors have that of a matrix; take the sum of a diagonal",
+            )
         )
     return by_rule("trace", input)
 
@@ -264,8 +362,17 @@ def _svd(input: Any, full_matrices: bool = False, compute_uv: bool = True) -> An
 # --- norms and losses
 
 
-def _layer_norm(input: Any, weight: Any, bias: Any, begin: int = -1, _: int = -1, epsilon: float = 1e-7) -> Any:
-    return _normalized("layer_norm")(input, tuple(input.shape)[begin % input.ndim :], weight, bias, epsilon)
+def _layer_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    begin: int = -1,
+    _: int = -1,
+    epsilon: float = 1e-7,
+) -> Any:
+    return _normalized("layer_norm")(
+        input, tuple(input.shape)[begin % input.ndim :], weight, bias, epsilon
+    )
 
 
 def _normalized(name: str) -> Callable[..., Any]:
@@ -274,11 +381,27 @@ def _normalized(name: str) -> Callable[..., Any]:
 
 
 def _batch_norm(
-    input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float, momentum: float, *_: Any
+    input: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    eps: float,
+    momentum: float,
+    *_: Any,
 ) -> Any:
     """The normalized tensor; the running statistics follow. What only its own backward needs is left out."""
     found = by_rule(
-        "batch_norm", input, mean, var, weight=weight, bias=bias, training=training, momentum=momentum, eps=eps
+        "batch_norm",
+        input,
+        mean,
+        var,
+        weight=weight,
+        bias=bias,
+        training=training,
+        momentum=momentum,
+        eps=eps,
     )
     return found, None, None, None, None
 
@@ -298,72 +421,160 @@ def _loss(name: str, parameters: str) -> Callable[..., Any]:
         given = dict(zip(parameters.split(), args, strict=True))
         given["reduction"] = _REDUCTIONS[given["reduction"]]
         operands = [given.pop("input"), given.pop("target")]
-        return by_rule(name, *operands, **{key: value for key, value in given.items() if value is not None})
+        return by_rule(
+            name,
+            *operands,
+            **{key: value for key, value in given.items() if value is not None},
+        )
 
     return run
 
 
-def _nll_loss(input: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def _nll_loss(
+    input: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> Any:
     """The loss; the weight of all targets, which only its own backward needs, is left out."""
-    if not hasattr(weight, "_layout") and bool((weight == 1).all()):  # which is how no weights are told
+    if not hasattr(weight, "_layout") and bool(
+        (weight == 1).all()
+    ):  # which is how no weights are told
         weight = None
     kind = _REDUCTIONS[reduction]
-    return by_rule("nll_loss", input, target, weight, ignore_index=ignore_index, reduction=kind), None
+    return by_rule(
+        "nll_loss", input, target, weight, ignore_index=ignore_index, reduction=kind
+    ), None
 
 
 # --- windows
 
 
 def _convolution(count: int) -> Callable[..., Any]:
-    def run(input: Any, weight: Any, *, pad_mode: str, pad: Any, group: int, data_format: str, **more: Any) -> Any:
+    def run(
+        input: Any,
+        weight: Any,
+        *,
+        pad_mode: str,
+        pad: Any,
+        group: int,
+        data_format: str,
+        **more: Any,
+    ) -> Any:
         if not data_format.startswith("NC"):
             raise NotImplementedError(
-                coded("HP313", f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}")
+                coded(
+                    "HP313",
+                    f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}",
+                )
             )
-        stride, dilation = (more[f"{key}s" if f"{key}s" in more else key][-count:] for key in ("stride", "dilation"))
+        stride, dilation = (
+            more[f"{key}s" if f"{key}s" in more else key][-count:]
+            for key in ("stride", "dilation")
+        )
         kernel = weight.shape[2:]
         if pad_mode == "same":
-            sides = [_same(*each) for each in zip(input.shape[2:], kernel, stride, dilation, strict=True)]
+            sides = [
+                _same(*each)
+                for each in zip(input.shape[2:], kernel, stride, dilation, strict=True)
+            ]
         else:
-            sides = [tuple(pad[2 * d : 2 * d + 2]) if pad_mode == "pad" else (0, 0) for d in range(count)]
+            sides = [
+                tuple(pad[2 * d : 2 * d + 2]) if pad_mode == "pad" else (0, 0)
+                for d in range(count)
+            ]
         if any(before != after for before, after in sides):
-            input, sides = by_rule("pad", input, tuple(side for pair in sides[::-1] for side in pair)), [(0, 0)] * count
+            input, sides = (
+                by_rule(
+                    "pad", input, tuple(side for pair in sides[::-1] for side in pair)
+                ),
+                [(0, 0)] * count,
+            )
         padding = tuple(before for before, _ in sides)
-        return by_rule(f"conv{count}d", input, weight, None, stride, padding, dilation, group)
+        return by_rule(
+            f"conv{count}d", input, weight, None, stride, padding, dilation, group
+        )
 
     return run
 
 
 def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
     """The margins of a dim of which every ``stride``-th element begins a window; the second is the larger one."""
-    total = max((-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+    total = max(
+        (-(-size // stride) - 1) * stride + dilation * (kernel - 1) + 1 - size, 0
+    )
     return total // 2, total - total // 2
 
 
-def _max_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: Any, data_format: Any, **_: Any) -> Any:
+def _max_pool(
+    input: Any,
+    kernel_size: Any,
+    strides: Any,
+    pad_mode: Any,
+    data_format: Any,
+    **_: Any,
+) -> Any:
     if str(pad_mode).lower() != "valid" or data_format != "NCHW":
         raise NotImplementedError(
-            coded("HP313", f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d")
+            coded(
+                "HP313",
+                f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d",
+            )
         )
     return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:])
 
 
-def _max_pool_with_places(input: Any, kernel_size: Any, strides: Any, pads: Any, **more: Any) -> Any:
-    where = {"padding": pads[-2:], "dilation": more["dilation"][-2:], "ceil_mode": more["ceil_mode"]}
-    return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:], **where, return_indices=True)
+def _max_pool_with_places(
+    input: Any, kernel_size: Any, strides: Any, pads: Any, **more: Any
+) -> Any:
+    where = {
+        "padding": pads[-2:],
+        "dilation": more["dilation"][-2:],
+        "ceil_mode": more["ceil_mode"],
+    }
+    return by_rule(
+        "max_pool2d",
+        input,
+        kernel_size[-2:],
+        strides[-2:],
+        **where,
+        return_indices=True,
+    )
 
 
-def _avg_pool(input: Any, kernel_size: Any, strides: Any, pad_mode: int, data_format: int) -> Any:
+def _avg_pool(
+    input: Any, kernel_size: Any, strides: Any, pad_mode: int, data_format: int
+) -> Any:
     if pad_mode != 2 or data_format != 0:  # valid, NCHW
-        raise NotImplementedError(coded("HP313", "AvgPool: distributed tensors have pad_mode valid; use avg_pool2d"))
+        raise NotImplementedError(
+            coded(
+                "HP313",
+                "AvgPool: distributed tensors have pad_mode valid; use avg_pool2d",
+            )
+        )
     return by_rule("avg_pool2d", input, kernel_size, strides)
 
 
-def _padded(input: Any, paddings: Any, value: Any, mode: str, paddings_contiguous: bool, **_: Any) -> Any:
+def _padded(
+    input: Any,
+    paddings: Any,
+    value: Any,
+    mode: str,
+    paddings_contiguous: bool,
+    **_: Any,
+) -> Any:
     if not paddings_contiguous:
-        raise NotImplementedError(coded("HP313", "PadV3: distributed tensors take the two sides of a dim together"))
+        raise NotImplementedError(
+            coded(
+                "HP313",
+                "PadV3: distributed tensors take the two sides of a dim together",
+            )
+        )
     sides = paddings.tolist() if hasattr(paddings, "tolist") else paddings
-    return by_rule("pad", input, tuple(sides), "replicate" if mode == "edge" else mode, **_number("value", value))
+    return by_rule(
+        "pad",
+        input,
+        tuple(sides),
+        "replicate" if mode == "edge" else mode,
+        **_number("value", value),
+    )
 
 
 def _number(name: str, value: Any) -> dict[str, Any]:
@@ -371,14 +582,18 @@ def _number(name: str, value: Any) -> dict[str, Any]:
 
 
 def _resized(mode: str) -> Callable[..., Any]:
-    def run(input: Any, size: Any, scales: Any, align_corners: bool | None = None) -> Any:
+    def run(
+        input: Any, size: Any, scales: Any, align_corners: bool | None = None
+    ) -> Any:
         corners = {} if align_corners is None else {"align_corners": align_corners}
         return by_rule("interpolate", input, size, scales, mode, **corners)
 
     return run
 
 
-def _grid_sample(input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
+def _grid_sample(
+    input: Any, grid: Any, mode: int, padding: int, align_corners: bool
+) -> Any:
     names = ("bilinear", "nearest")[mode], ("zeros", "border", "reflection")[padding]
     return by_rule("grid_sample", input, grid, *names, align_corners)
 
@@ -497,22 +712,40 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
 
 # Those that have arguments among the attributes of their primitive.
 _BY_ATTRIBUTES: dict[str, Callable[..., Any]] = {
-    "Sort": lambda input, axis, descending, **_: _ordered("sort")(input, axis, descending),
+    "Sort": lambda input, axis, descending, **_: _ordered("sort")(
+        input, axis, descending
+    ),
     "Tril": lambda input, diagonal, **_: by_rule("tril", input, diagonal),
     "Unstack": lambda input, axis, **_: by_rule("unbind", input, axis),
-    "Renorm": lambda input, p, dim, maxnorm, **_: by_rule("renorm", input, p, dim, maxnorm),
+    "Renorm": lambda input, p, dim, maxnorm, **_: by_rule(
+        "renorm", input, p, dim, maxnorm
+    ),
     "CumulativeLogsumexp": _running("logcumsumexp"),
-    "IndexPut": lambda input, values, at, accumulate, **_: by_rule("index_put", input, at, values, bool(accumulate)),
+    "IndexPut": lambda input, values, at, accumulate, **_: by_rule(
+        "index_put", input, at, values, bool(accumulate)
+    ),
     "Conv2D": _convolution(2),
     "Conv3D": _convolution(3),
     "MaxPool": _max_pool,
     "MaxPoolWithArgmaxV2": _max_pool_with_places,
-    "AdaptiveAvgPool2D": lambda input, output_size, **_: by_rule("adaptive_avg_pool2d", input, output_size),
+    "AdaptiveAvgPool2D": lambda input, output_size, **_: by_rule(
+        "adaptive_avg_pool2d", input, output_size
+    ),
     "PadV3": _padded,
-    "AffineGrid": lambda theta, size, align_corners, **_: by_rule("affine_grid", theta, size, align_corners),
-    "KLDivLoss": lambda input, target, reduction, **_: by_rule("kl_div", input, target, reduction=reduction),
+    "AffineGrid": lambda theta, size, align_corners, **_: by_rule(
+        "affine_grid", theta, size, align_corners
+    ),
+    "KLDivLoss": lambda input, target, reduction, **_: by_rule(
+        "kl_div", input, target, reduction=reduction
+    ),
     "MultiMarginLoss": lambda input, target, weight, p, margin, reduction, **_: by_rule(
-        "multi_margin_loss", input, target, p=p, margin=margin, weight=weight, reduction=reduction
+        "multi_margin_loss",
+        input,
+        target,
+        p=p,
+        margin=margin,
+        weight=weight,
+        reduction=reduction,
     ),
 }
 
@@ -531,5 +764,8 @@ def _asks_first(kind: Any, instead: Callable[..., Any]) -> None:
     kind.__call__ = call
 
 
-_asks_first(ops.Stack, lambda primitive, tensors: by_rule("stack", list(tensors), primitive.axis))
+_asks_first(
+    ops.Stack,
+    lambda primitive, tensors: by_rule("stack", list(tensors), primitive.axis),
+)
 _asks_first(ops.AddN, lambda _, tensors: functools.reduce(operator.add, tensors))

@@ -43,7 +43,10 @@ _VERDICTS: dict[Any, CheckpointPolicy] = {
     CheckpointPolicy.PREFER_SAVE: CheckpointPolicy.MUST_SAVE,
     CheckpointPolicy.PREFER_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
 }
-_LAYERS = {"MatMul": "matmul", "BatchMatMul": "matmul"}  # the products that layers of nn run
+_LAYERS = {
+    "MatMul": "matmul",
+    "BatchMatMul": "matmul",
+}  # the products that layers of nn run
 _KNOWN = {*NAMES, *(name for name, _ in NAMES.values()), *_LAYERS, "getitem"}
 
 
@@ -71,7 +74,8 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
             coded(
                 "HP136",
                 f"{_CALL}: expected a policy function (ctx, op, *args, **kwargs) or a list of operators to save, got "
-                f"{policy_fn_or_list!r}" + ("; put it in a list" if is_operator else ""),
+                f"{policy_fn_or_list!r}"
+                + ("; put it in a list" if is_operator else ""),
             )
         )
     return policy_fn_or_list
@@ -81,7 +85,9 @@ def _listed(op: Any) -> str:
     if isinstance(op, ops.Primitive):
         return str(op.name)
     name = op if isinstance(op, str) else called(op).name if callable(op) else None
-    if name is None or not (name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))):
+    if name is None or not (
+        name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))
+    ):
         raise ValueError(
             coded(
                 "HP136",
@@ -144,7 +150,9 @@ class Watched(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> Any:
         self._plain[tree_map(unwatched, index)] = unwatched(value)
-        private.base_tensor().data.__set__(self, self._plain)  # which may have got other memory
+        private.base_tensor().data.__set__(
+            self, self._plain
+        )  # which may have got other memory
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -179,7 +187,12 @@ def watching(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _telling(usual: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(usual)
-    def fallback(self: Any, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def fallback(
+        self: Any,
+        func: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         watch = _here.watch
         if watch is None:
             return usual(self, func, args, kwargs)
@@ -221,14 +234,23 @@ _tells(ops.AddN)
 class _Deciding:
     """Forward: asks the policy after every operator and keeps what it says."""
 
-    def __init__(self, policy_fn: Callable[..., Any], entries: list[_Entry], allow_mutation: bool) -> None:
-        self._policy_fn, self._entries, self._allow_mutation = policy_fn, entries, allow_mutation
+    def __init__(
+        self, policy_fn: Callable[..., Any], entries: list[_Entry], allow_mutation: bool
+    ) -> None:
+        self._policy_fn, self._entries, self._allow_mutation = (
+            policy_fn,
+            entries,
+            allow_mutation,
+        )
         self._inside: Any = None
 
     def __enter__(self) -> _Deciding:
         if self._inside is not None:
             raise RuntimeError(
-                coded("HP136", f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each")
+                coded(
+                    "HP136",
+                    f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each",
+                )
             )
         self._inside = told(self._on_operator)
         self._inside.__enter__()
@@ -237,19 +259,27 @@ class _Deciding:
     def __exit__(self, *error: Any) -> None:
         self._inside.__exit__(*error)
 
-    def _on_operator(self, name: str, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def _on_operator(
+        self, name: str, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Any:
         saved: list[_Saved] = []
         with told(None):
-            with mindspore.saved_tensors_hooks(lambda tensor: _noted(saved, tensor), _Saved.take):
+            with mindspore.saved_tensors_hooks(
+                lambda tensor: _noted(saved, tensor), _Saved.take
+            ):
                 out = run()
             op = _operator(name)
-            returned = self._policy_fn(PolicyContext(is_recompute=False, op_output=out), op, *args, **kwargs)
+            returned = self._policy_fn(
+                PolicyContext(is_recompute=False, op_output=out), op, *args, **kwargs
+            )
             verdict = self._verdict(op, returned)
             operands, results = _tensors((args, kwargs)), _tensors(out)
             # What shares memory with an operand is a view, which costs nothing, or has changed it, which must be done
             # again: what was kept would leave the operand as it was.
             kept: list[Any] | None
-            if verdict is CheckpointPolicy.MUST_RECOMPUTE or _share_memory(results, operands):
+            if verdict is CheckpointPolicy.MUST_RECOMPUTE or _share_memory(
+                results, operands
+            ):
                 kept = None
             elif verdict is CheckpointPolicy.MUST_SWAP:
                 kept = [_InHostMemory(result) for result in results]
@@ -257,7 +287,9 @@ class _Deciding:
                 kept = [_Kept(name, result, self._allow_mutation) for result in results]
             for tensor in saved:
                 tensor.settle(operands, results, kept)
-            self._entries.append(_Entry(name, out, kept, [tensor.place for tensor in saved]))
+            self._entries.append(
+                _Entry(name, out, kept, [tensor.place for tensor in saved])
+            )
         return tree_map(watched, out)
 
     @staticmethod
@@ -299,14 +331,20 @@ class _Kept:
 
 def _mark(tensor: Any) -> int:
     memory = host_memory(tensor)
-    return int(tensor._version) if memory is None else zlib.crc32(np.ascontiguousarray(memory).data)
+    return (
+        int(tensor._version)
+        if memory is None
+        else zlib.crc32(np.ascontiguousarray(memory).data)
+    )
 
 
 class _InHostMemory:
     """A result in host memory."""
 
     def __init__(self, result: Any) -> None:
-        self._copy = HostCopy(result, None) if result.numel() and not result.is_meta else None
+        self._copy = (
+            HostCopy(result, None) if result.numel() and not result.is_meta else None
+        )
         self._tensor = ops.stop_gradient(result) if self._copy is None else None
 
     def take(self) -> Any:
@@ -367,13 +405,17 @@ class _Saved:
         self._tensor = tensor
         self._get: Callable[[], Any] = lambda: tensor
 
-    def settle(self, operands: list[Any], results: list[Any], kept: list[Any] | None) -> None:
+    def settle(
+        self, operands: list[Any], results: list[Any], kept: list[Any] | None
+    ) -> None:
         """Says where it is to be had from, and lets go of it."""
         tensor, self._tensor = self._tensor, None
         saver = _save(tensor)  # takes its place in the recompute's order
         key = _key(tensor)
         if kept is None or key in (found := [_key(operand) for operand in operands]):
-            self._get = lambda: private.node(saver).saved_tensors[0]  # without its result a node would be gone
+            self._get = lambda: private.node(saver).saved_tensors[
+                0
+            ]  # without its result a node would be gone
             self.place = _Place("operand", found.index(key) if kept is not None else 0)
         elif key in (found := [_key(result) for result in results]):
             held = kept[found.index(key)]
@@ -399,14 +441,21 @@ def _noted(saved: list[_Saved], tensor: Any) -> _Saved:
 class _Entry:
     """What an operator did in forward: the shape of its results, those that were kept, and what it saved."""
 
-    def __init__(self, name: str, out: Any, kept: list[Any] | None, places: list[_Place]) -> None:
+    def __init__(
+        self, name: str, out: Any, kept: list[Any] | None, places: list[_Place]
+    ) -> None:
         self.name, self.runs_again = name, kept is None
         if kept is None:
             return
         self._kept, self._places = kept, places
         self._are_in_graph = [private.requires_grad(tensor) for tensor in _tensors(out)]
         numbers = iter(range(len(kept)))
-        self._tree = tree_map(lambda leaf: _Made.like(leaf, numbers) if isinstance(leaf, Tensor) else leaf, out)
+        self._tree = tree_map(
+            lambda leaf: (
+                _Made.like(leaf, numbers) if isinstance(leaf, Tensor) else leaf
+            ),
+            out,
+        )
 
     def hand_out(self, operands: list[Any]) -> Any:
         """The results, after what the operator saved has been saved again."""
@@ -415,8 +464,14 @@ class _Entry:
             found = {"operand": operands, "result": results}.get(place.room)
             _save(place.tensor if found is None else found[place.at])
         pairs = zip(results, self._are_in_graph, strict=True)
-        results = [_Computed.apply(_recorded(), result) if is_in_graph else result for result, is_in_graph in pairs]
-        return tree_map(lambda leaf: leaf.of(results) if isinstance(leaf, _Made) else leaf, self._tree)
+        results = [
+            _Computed.apply(_recorded(), result) if is_in_graph else result
+            for result, is_in_graph in pairs
+        ]
+        return tree_map(
+            lambda leaf: leaf.of(results) if isinstance(leaf, _Made) else leaf,
+            self._tree,
+        )
 
 
 class _Made:
@@ -432,7 +487,9 @@ class _Made:
 
     def of(self, results: list[Any]) -> Any:
         found = results[self._number]
-        return found if self._layout is None else self._layout.tensor(found, self._shape)
+        return (
+            found if self._layout is None else self._layout.tensor(found, self._shape)
+        )
 
 
 class _Recomputing:
@@ -444,7 +501,11 @@ class _Recomputing:
 
     def __enter__(self) -> _Recomputing:
         remaining = iter(self._entries)
-        inside = told(lambda name, args, kwargs, run: self._on_operator(remaining, name, args, kwargs, run))
+        inside = told(
+            lambda name, args, kwargs, run: self._on_operator(
+                remaining, name, args, kwargs, run
+            )
+        )
         inside.__enter__()
         self._inside.append(inside)
         return self
@@ -453,7 +514,12 @@ class _Recomputing:
         self._inside.pop().__exit__(*error)
 
     def _on_operator(
-        self, remaining: Iterator[_Entry], name: str, args: Any, kwargs: Any, run: Callable[[], Any]
+        self,
+        remaining: Iterator[_Entry],
+        name: str,
+        args: Any,
+        kwargs: Any,
+        run: Callable[[], Any],
     ) -> Any:
         entry = next(remaining, None)
         if entry is None or entry.name != name:
@@ -465,7 +531,9 @@ class _Recomputing:
                 )
             )
         with told(None):
-            out = run() if entry.runs_again else entry.hand_out(_tensors((args, kwargs)))
+            out = (
+                run() if entry.runs_again else entry.hand_out(_tensors((args, kwargs)))
+            )
         return tree_map(watched, out)
 
 
@@ -475,7 +543,10 @@ class _Recomputing:
 def _tensors(tree: Any) -> list[Any]:
     """The plain tensors in containers, this rank's shards of distributed ones."""
     found = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-    return [tensor.to_local() if isinstance(tensor, DTensorBase) else tensor for tensor in found]
+    return [
+        tensor.to_local() if isinstance(tensor, DTensorBase) else tensor
+        for tensor in found
+    ]
 
 
 def _key(tensor: Any) -> Any:
@@ -483,5 +554,8 @@ def _key(tensor: Any) -> Any:
 
 
 def _share_memory(left: list[Any], right: list[Any]) -> bool:
-    addresses = [{memory_address(tensor) for tensor in tensors} - {0} for tensors in (left, right)]
+    addresses = [
+        {memory_address(tensor) for tensor in tensors} - {0}
+        for tensors in (left, right)
+    ]
     return not addresses[0].isdisjoint(addresses[1])

@@ -134,7 +134,11 @@ class Roll:
         found: set[int] = set()
         for block, first in enumerate(range(0, len(self._ranks), _BITS)):
             bits = self._store.add(f"{self._key}/{block}", 0)
-            found.update(rank for i, rank in enumerate(self._ranks[first : first + _BITS]) if bits >> i & 1)
+            found.update(
+                rank
+                for i, rank in enumerate(self._ranks[first : first + _BITS])
+                if bits >> i & 1
+            )
         return found
 
     def delete(self) -> None:

@@ -30,7 +30,11 @@ class HostCopy:
         self._device = tensor.device
         self._arriving: Any = None
         # Also from a CPU: the original must be free to go.
-        self._host: Any = np.array(tensor.asnumpy()) if self._device == "CPU" else tensor.move_to("CPU", blocking=True)
+        self._host: Any = (
+            np.array(tensor.asnumpy())
+            if self._device == "CPU"
+            else tensor.move_to("CPU", blocking=True)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +72,8 @@ class SwapToHost:
         if policy_fn is not None and not callable(policy_fn):
             raise ValueError(
                 coded(
-                    "HP136", f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                    "HP136",
+                    f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
                 )
             )
         self.swapped_tensors = 0
@@ -106,7 +111,11 @@ class SwapToHost:
         return taken
 
     def _may_leave(self, tensor: Any) -> bool:
-        if tensor.is_meta or not tensor.numel() or memory_address(tensor) in self._spared:
+        if (
+            tensor.is_meta
+            or not tensor.numel()
+            or memory_address(tensor) in self._spared
+        ):
             return False
         return self._policy_fn is None or bool(self._policy_fn(tensor))
 

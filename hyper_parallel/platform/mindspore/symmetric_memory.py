@@ -16,7 +16,12 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.collectives import check_tensor
 from hyper_parallel.platform.mindspore.swap import memory_address
-from hyper_parallel.platform.mindspore.tensors import DTYPE_NAMES, FLOAT8, device_name, numpy_dtype
+from hyper_parallel.platform.mindspore.tensors import (
+    DTYPE_NAMES,
+    FLOAT8,
+    device_name,
+    numpy_dtype,
+)
 from hyper_parallel.platform.shared_memory import SharedMemoryHandler
 
 
@@ -41,7 +46,9 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
             )
         return int(numpy_dtype(dtype).itemsize)
 
-    def tensor_in(self, memory: mmap.mmap, sizes: Sequence[int], dtype: Any, offset: int) -> Any:
+    def tensor_in(
+        self, memory: mmap.mmap, sizes: Sequence[int], dtype: Any, offset: int
+    ) -> Any:
         elements = np.frombuffer(memory, np.uint8)[offset * self.itemsize(dtype) :]
         kind = numpy_dtype(dtype)
         flat = elements[: math.prod(sizes) * kind.itemsize].view(kind)
@@ -87,11 +94,18 @@ class SharedTensor(mindspore.Tensor):
     def __getitem__(self, index: Any) -> Any:
         return self._shared_too(self._plain[index])
 
-    def __fallback__(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __fallback__(
+        self,
+        func: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         return tree_map(self._shared_too, super().__fallback__(func, args, kwargs))
 
     def _shared_too(self, made: Any) -> Any:
-        is_view = type(made) is mindspore.Tensor and memory_address(made) == memory_address(self._plain)
+        is_view = type(made) is mindspore.Tensor and memory_address(
+            made
+        ) == memory_address(self._plain)
         return SharedTensor(made) if is_view else made
 
 

@@ -38,11 +38,20 @@ ALIASES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FLOATS = frozenset(dtype for name, dtype in DTYPES.items() if "float" in name)
 FLOAT8 = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith("float8"))
-_BFLOAT16 = mindspore.Tensor([0.0], mindspore.bfloat16).asnumpy().dtype  # numpy learns it from MindSpore
+_BFLOAT16 = (
+    mindspore.Tensor([0.0], mindspore.bfloat16).asnumpy().dtype
+)  # numpy learns it from MindSpore
 
 # What MindSpore calls the devices, and what we call them.
 _KINDS = {"CPU": "cpu", "Ascend": "npu", "GPU": "cuda"}
-_DEVICES = {"cpu": "CPU", "npu": "Ascend", "ascend": "Ascend", "cuda": "GPU", "gpu": "GPU", "meta": "meta"}
+_DEVICES = {
+    "cpu": "CPU",
+    "npu": "Ascend",
+    "ascend": "Ascend",
+    "cuda": "GPU",
+    "gpu": "GPU",
+    "meta": "meta",
+}
 
 # By identity: a tensor is not compared by ``==`` here, which would compare its elements.
 _MEMORIES: dict[int, tuple[weakref.ref[Any], MutableMapping[Any, Any]]] = {}
@@ -58,7 +67,11 @@ class Tensors(Platform):
         return tensor.dtype in _FLOATS
 
     def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
-        if not isinstance(split_size, int) or split_size < 1 or not 0 <= index < split_size:
+        if (
+            not isinstance(split_size, int)
+            or split_size < 1
+            or not 0 <= index < split_size
+        ):
             raise ValueError(
                 coded(
                     "HP139",
@@ -66,11 +79,21 @@ class Tensors(Platform):
                 )
             )
         if not -data.ndim <= split_dim < data.ndim:
-            raise ValueError(coded("HP139", f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}"))
+            raise ValueError(
+                coded(
+                    "HP139",
+                    f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
+                )
+            )
         start, size = chunk_span(data.shape[split_dim], split_size, index)
         if data.is_meta:
-            shape = [size if dim == split_dim % data.ndim else length for dim, length in enumerate(data.shape)]
-            return deferred.derived(data, shape, lambda whole: mint.narrow(whole, split_dim, start, size))
+            shape = [
+                size if dim == split_dim % data.ndim else length
+                for dim, length in enumerate(data.shape)
+            ]
+            return deferred.derived(
+                data, shape, lambda whole: mint.narrow(whole, split_dim, start, size)
+            )
         return mint.narrow(data, split_dim, start, size)
 
     def clone(self, tensor: Any) -> Any:
@@ -88,7 +111,9 @@ class Tensors(Platform):
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         return mint.cat(tuple(tensors), dim)
 
-    def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
+    def construct_strided_slice(
+        self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]
+    ) -> Any:
         if not len(begin) == len(end) == len(stride) == x.ndim:
             raise ValueError(
                 coded(
@@ -99,7 +124,12 @@ class Tensors(Platform):
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(coded("HP139", f"construct_strided_slice: the stride of dim {dim} is 0"))
+                raise ValueError(
+                    coded(
+                        "HP139",
+                        f"construct_strided_slice: the stride of dim {dim} is 0",
+                    )
+                )
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
 
@@ -119,7 +149,10 @@ class Tensors(Platform):
         dtype = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
         if dtype is None:
             raise ValueError(
-                coded("HP138", f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+                coded(
+                    "HP138",
+                    f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
+                )
             )
         return dtype
 
@@ -147,18 +180,35 @@ class Tensors(Platform):
 
     def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
         wanted = self._dtype("tensor_from_bytes", dtype)
-        if wanted in FLOAT8:  # numpy does not know them; what MindSpore calls a view it does not change in place
-            return mindspore.Tensor.from_numpy(data.reshape(-1)).view(wanted).reshape(tuple(shape))
-        return mindspore.Tensor.from_numpy(data.reshape(-1).view(numpy_dtype(wanted)).reshape(tuple(shape)))
+        if (
+            wanted in FLOAT8
+        ):  # numpy does not know them; what MindSpore calls a view it does not change in place
+            return (
+                mindspore.Tensor.from_numpy(data.reshape(-1))
+                .view(wanted)
+                .reshape(tuple(shape))
+            )
+        return mindspore.Tensor.from_numpy(
+            data.reshape(-1).view(numpy_dtype(wanted)).reshape(tuple(shape))
+        )
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return tuple(size_list)
 
-    def arange(self, start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Any:
+    def arange(
+        self,
+        start: Any,
+        end: Any = None,
+        step: Any = 1,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> Any:
         if end is None:
             start, end = 0, start
         numbers = np.arange(start, end, step)
-        dtype = dtype or (mindspore.int64 if numbers.dtype.kind in "iu" else mindspore.float32)
+        dtype = dtype or (
+            mindspore.int64 if numbers.dtype.kind in "iu" else mindspore.float32
+        )
         return self._made(numbers, dtype, device)
 
     def zeros(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
@@ -168,15 +218,27 @@ class Tensors(Platform):
         return self.full(size, 1, dtype or mindspore.float32, device)
 
     def empty(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
-        return mint.empty(_sizes(size), dtype=dtype or mindspore.float32, device=usable_device(device))
+        return mint.empty(
+            _sizes(size), dtype=dtype or mindspore.float32, device=usable_device(device)
+        )
 
-    def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+    def full(
+        self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None
+    ) -> Any:
         """Untested on hardware: made on an accelerator."""
-        dtype = dtype or {bool: mindspore.bool_, int: mindspore.int64}.get(type(fill_value), mindspore.float32)
+        dtype = dtype or {bool: mindspore.bool_, int: mindspore.int64}.get(
+            type(fill_value), mindspore.float32
+        )
         where = usable_device(device)
-        if where == "CPU":  # mint has no kernel for some dtypes, nor for a tensor without dims
+        if (
+            where == "CPU"
+        ):  # mint has no kernel for some dtypes, nor for a tensor without dims
             return self._made(np.full(_sizes(size), fill_value), dtype, where)
-        return self.empty(size, dtype, where) if where == "meta" else mint.full(_sizes(size), fill_value, dtype=dtype)
+        return (
+            self.empty(size, dtype, where)
+            if where == "meta"
+            else mint.full(_sizes(size), fill_value, dtype=dtype)
+        )
 
     def rand(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
         """Untested on hardware: drawn on an accelerator."""
@@ -184,9 +246,13 @@ class Tensors(Platform):
 
     def randn(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
         """Untested on hardware: drawn on an accelerator."""
-        return self._drawn(mint.randn, np.random.Generator.standard_normal, size, dtype, device)
+        return self._drawn(
+            mint.randn, np.random.Generator.standard_normal, size, dtype, device
+        )
 
-    def _drawn(self, by_device: Any, by_numpy: Any, size: Any, dtype: Any, device: Any) -> Any:
+    def _drawn(
+        self, by_device: Any, by_numpy: Any, size: Any, dtype: Any, device: Any
+    ) -> Any:
         dtype, where = dtype or mindspore.float32, usable_device(device)
         if where == "meta":
             return self.empty(size, dtype, where)
@@ -203,28 +269,48 @@ class Tensors(Platform):
         if dtype in FLOAT8:
             raise ValueError(
                 coded(
-                    "HP138", f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint"
+                    "HP138",
+                    f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint",
                 )
             )
         return mindspore.Tensor(np.asarray(array).astype(numpy_dtype(dtype)))
 
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
-        return self._like(tensor, lambda x: self.full(x.shape, fill_value, dtype or x.dtype, x.device))
+        return self._like(
+            tensor, lambda x: self.full(x.shape, fill_value, dtype or x.dtype, x.device)
+        )
 
-    def empty_like(self, tensor: Any, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Any:  # noqa: ARG002
+    def empty_like(
+        self,
+        tensor: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        pin_memory: bool = False,  # noqa: ARG002
+    ) -> Any:
         """MindSpore pins host memory by itself where it copies, so ``pin_memory`` says nothing to it."""
-        return self._like(tensor, lambda x: self.empty(x.shape, dtype or x.dtype, device or x.device))
+        return self._like(
+            tensor, lambda x: self.empty(x.shape, dtype or x.dtype, device or x.device)
+        )
 
     def _like(self, tensor: Any, make: Callable[[Any], Any]) -> Any:
         """What is made from this rank's elements, laid out as the tensor is."""
         made = make(self._local(tensor))
-        return tensor.layout.tensor(made, tuple(tensor.shape)) if isinstance(tensor, self.DTensorBase) else made
+        return (
+            tensor.layout.tensor(made, tuple(tensor.shape))
+            if isinstance(tensor, self.DTensorBase)
+            else made
+        )
 
     def new_tensor(self, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
         return self.empty(tensor_shape, tensor_type, device)
 
-    def new_zero_parameter(self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any) -> Any:
-        return mindspore.Parameter(self.zeros(param_shape, param_type, device), requires_grad=requires_grad)
+    def new_zero_parameter(
+        self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any
+    ) -> Any:
+        return mindspore.Parameter(
+            self.zeros(param_shape, param_type, device), requires_grad=requires_grad
+        )
 
     # --- gradients of a single tensor
 
@@ -257,8 +343,12 @@ class Tensors(Platform):
         _fill(target, source)
 
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
-        if self.is_recorded(target) or self.is_recorded(source):  # in place it is refused, lost or not recorded
-            return (source if source.dtype == target.dtype else source.to(target.dtype)).copy()
+        if self.is_recorded(target) or self.is_recorded(
+            source
+        ):  # in place it is refused, lost or not recorded
+            return (
+                source if source.dtype == target.dtype else source.to(target.dtype)
+            ).copy()
         self.copy_into(target, source, non_blocking)
         return target
 
@@ -291,7 +381,10 @@ class Tensors(Platform):
         found = _MEMORIES.get(key)
         if found is None or found[0]() is not tensor:
             memory: MutableMapping[Any, Any] = {}
-            found = _MEMORIES[key] = weakref.ref(tensor, lambda gone: _forget(key, gone)), memory
+            found = _MEMORIES[key] = (
+                weakref.ref(tensor, lambda gone: _forget(key, gone)),
+                memory,
+            )
         return found[1]
 
     # --- devices and randomness
@@ -304,13 +397,19 @@ class Tensors(Platform):
         return str(mindspore.get_context("device_target"))
 
     def manual_seed(self, seed: int) -> None:
-        mindspore.set_seed(randomness.framework_seed(seed))  # initialisers and data sets too
+        mindspore.set_seed(
+            randomness.framework_seed(seed)
+        )  # initialisers and data sets too
         mindspore.manual_seed(randomness.framework_seed(seed))
         randomness.reseed(seed)
 
     def get_rng_state(self) -> Any:
         """Untested on hardware: an accelerator's generator."""
-        return self._host_state() if self.device_type() == "cpu" else mindspore.get_rng_state()
+        return (
+            self._host_state()
+            if self.device_type() == "cpu"
+            else mindspore.get_rng_state()
+        )
 
     def draw_seed(self) -> int:
         return int(randomness.draw().integers(2**62))
@@ -361,7 +460,11 @@ class Tensors(Platform):
 
     def get_current_stream(self) -> Any:
         """Untested on hardware: an accelerator's stream."""
-        return _STREAMS[-1] if self.device_type() == "cpu" else mindspore.runtime.current_stream()
+        return (
+            _STREAMS[-1]
+            if self.device_type() == "cpu"
+            else mindspore.runtime.current_stream()
+        )
 
     def new_event(self) -> Any:
         """Untested on hardware: an accelerator's event."""
@@ -387,7 +490,9 @@ class Tensors(Platform):
         return tensor.to_local() if isinstance(tensor, self.DTensorBase) else tensor
 
 
-def tensor(data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+def tensor(
+    data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
+) -> Any:
     """A tensor of Python values, an array or a tensor, as ``torch.tensor`` makes it."""
     made = mindspore.Tensor(data, dtype)
     if device is not None:
@@ -408,7 +513,12 @@ def device_name(device: Any) -> str:
         return str(mindspore.get_context("device_target"))
     name = _DEVICES.get(str(device).partition(":")[0].lower())
     if name is None:
-        raise ValueError(coded("HP138", f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}"))
+        raise ValueError(
+            coded(
+                "HP138",
+                f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}",
+            )
+        )
     return name
 
 
@@ -428,7 +538,11 @@ def usable_device(device: Any) -> str:
 
 
 def _detached(x: Any) -> Any:
-    return deferred.derived(x, x.shape, lambda data: data) if x.is_meta else ops.stop_gradient(x)
+    return (
+        deferred.derived(x, x.shape, lambda data: data)
+        if x.is_meta
+        else ops.stop_gradient(x)
+    )
 
 
 def numpy_dtype(dtype: Any) -> Any:
@@ -455,15 +569,21 @@ def _slice_dim(x: Any, dim: int, cut: slice) -> Any:
     count = len(range(first, last, step))
     if not count or 0 in x.shape:  # where backward of a slice fails
         return mint.split(x, [count, x.shape[dim] - count], dim)[0]
-    if step < 0:  # MindSpore has no negative steps: the same elements from the other end, turned round
-        return _flipped(_slice_dim(x, dim, slice(first + (count - 1) * step, first + 1, -step)), dim)
+    if (
+        step < 0
+    ):  # MindSpore has no negative steps: the same elements from the other end, turned round
+        return _flipped(
+            _slice_dim(x, dim, slice(first + (count - 1) * step, first + 1, -step)), dim
+        )
     return x[(slice(None),) * dim + (slice(first, last, step),)]
 
 
 def _flipped(x: Any, dim: int) -> Any:
     if 0 in x.shape:  # of which the kernel would end the process
         return x
-    if x.dtype == mindspore.bfloat16:  # no kernel on a CPU; float32 holds each of its numbers
+    if (
+        x.dtype == mindspore.bfloat16
+    ):  # no kernel on a CPU; float32 holds each of its numbers
         return mint.flip(x.to(mindspore.float32), (dim,)).to(mindspore.bfloat16)
     return mint.flip(x, (dim,))
 

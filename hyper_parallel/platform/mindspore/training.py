@@ -21,7 +21,11 @@ class Training(Platform):
 
     def prepare_module(self, module: Any, dtype: str) -> Any:
         kind = self.str_to_dtype(dtype)
-        wrong = [name for name, p in module.parameters_and_names() if self.is_floating_point(p) and p.dtype != kind]
+        wrong = [
+            name
+            for name, p in module.parameters_and_names()
+            if self.is_floating_point(p) and p.dtype != kind
+        ]
         if wrong:
             raise ValueError(
                 coded(
@@ -35,13 +39,17 @@ class Training(Platform):
             mindspore.set_context(pynative_synchronize=True)
         return module
 
-    def new_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def new_optimizer(
+        self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Any:
         return _OPTIMIZERS[kind]([dict(group) for group in groups], **options)
 
     def set_learning_rate(self, optimizer: Any, rate: float) -> None:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Parameter):
-                mindspore.ops.assign(group["lr"], mindspore.Tensor(rate, group["lr"].dtype))
+                mindspore.ops.assign(
+                    group["lr"], mindspore.Tensor(rate, group["lr"].dtype)
+                )
             else:
                 group["lr"] = rate
 
@@ -52,7 +60,9 @@ class Training(Platform):
         loss_of: Callable[[], Any],
         max_norm: float | None,
     ) -> tuple[float, float]:
-        parameters = optimizer.parameters  # in the order of its groups, in which it takes gradients
+        parameters = (
+            optimizer.parameters
+        )  # in the order of its groups, in which it takes gradients
 
         def named() -> (
             Any
@@ -61,7 +71,9 @@ class Training(Platform):
 
         loss, gradients = mindspore.value_and_grad(named, None, weights=parameters)()
         pairs = zip(parameters, gradients, strict=True)
-        norm = self.clip_grad_norm_(pairs, float("inf") if max_norm is None else max_norm)
+        norm = self.clip_grad_norm_(
+            pairs, float("inf") if max_norm is None else max_norm
+        )
         optimizer(gradients)
         return loss.item(), norm.item()
 

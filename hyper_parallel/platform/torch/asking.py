@@ -24,10 +24,12 @@ class _Asker:
 
     def __init__(self) -> None:
         self.is_stuck = False
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[tuple[Any, Any]]]] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._answer, name="hyper_parallel-store", daemon=True).start()
+        self._questions: queue.SimpleQueue[
+            tuple[Callable[[], Any], queue.SimpleQueue[tuple[Any, Any]]]
+        ] = queue.SimpleQueue()
+        threading.Thread(
+            target=self._answer, name="hyper_parallel-store", daemon=True
+        ).start()
 
     def ask(self, question: Callable[[], Any], seconds: float) -> Any:
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -36,7 +38,9 @@ class _Asker:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
             self.is_stuck = True
-            raise StoreSilentError(f"the job's store has not answered for {seconds:g} s") from None
+            raise StoreSilentError(
+                f"the job's store has not answered for {seconds:g} s"
+            ) from None
         if error is not None:
             raise error
         return answer
@@ -48,7 +52,10 @@ class _Asker:
                 answers.put((question(), None))
             except Exception as error:  # noqa: BLE001 - raised where it was asked
                 answers.put((None, error))
-            del question, answers  # what a question refers to must not live until the next one
+            del (
+                question,
+                answers,
+            )  # what a question refers to must not live until the next one
 
 
 _asker: _Asker | None = None

@@ -19,7 +19,9 @@ from hyper_parallel.platform.torch.recompute import Recompute
 from hyper_parallel.platform.torch.training import Training
 
 
-class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training):
+class TorchPlatform(
+    Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training
+):
     """PyTorch as the core sees it."""
 
     Tensor = torch.Tensor
@@ -34,6 +36,8 @@ class TorchPlatform(Differentiable, Modules, Gradients, Recompute, DeferredInit,
 
     def get_symmetric_memory_handler(self) -> Any:
         """Untested on hardware: CUDA's symmetric memory."""
-        from hyper_parallel.platform.torch.symmetric_memory import SymmetricMemoryHandler
+        from hyper_parallel.platform.torch.symmetric_memory import (
+            SymmetricMemoryHandler,
+        )
 
         return SymmetricMemoryHandler(self)

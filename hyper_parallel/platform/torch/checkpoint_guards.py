@@ -16,7 +16,10 @@ from typing import Any
 from hyper_parallel.platform.error_codes import coded
 
 # The modules of torch that copy a state dict to host memory, by way of each tensor's storage.
-_STAGERS = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._state_dict_stager")
+_STAGERS = (
+    "torch.distributed._state_dict_utils",
+    "torch.distributed.checkpoint._state_dict_stager",
+)
 
 
 def refuse_staging(caller: str | None) -> None:
@@ -42,7 +45,9 @@ def guard_saving() -> None:
     prepare = HuggingFaceStorageWriter.prepare_local_plan
 
     def make_checked_plan(planner: Any, all_plans: Any) -> Any:
-        if len(all_plans) == 1:  # Torch compares the sizes only where there are several.
+        if (
+            len(all_plans) == 1
+        ):  # Torch compares the sizes only where there are several.
             _refuse_one_rank_of_several(all_plans[0], _distributed(planner))
         return make_plan(planner, all_plans)
 
@@ -106,14 +111,22 @@ def guard_loading() -> None:
 def _distributed(planner: Any) -> dict[str, Any]:
     from hyper_parallel.platform.torch.saving import SavedInChunks
 
-    return {name: value for name, value in planner.state_dict.items() if isinstance(value, SavedInChunks)}
+    return {
+        name: value
+        for name, value in planner.state_dict.items()
+        if isinstance(value, SavedInChunks)
+    }
 
 
 def _refuse_broadcasts(planner: Any) -> None:
     """That reader broadcasts once for each chunk that a rank needs; with shards the ranks would wait in vain."""
     from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
 
-    names = list(_distributed(planner)) if isinstance(planner, DynamicMetaLoadPlanner) else []
+    names = (
+        list(_distributed(planner))
+        if isinstance(planner, DynamicMetaLoadPlanner)
+        else []
+    )
     if names:
         raise ValueError(
             coded(

@@ -16,7 +16,13 @@ from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, Handle, explain, timeout_of, waiting_in
+from hyper_parallel.platform.torch.faults import (
+    BACKEND_ERRORS,
+    Handle,
+    explain,
+    timeout_of,
+    waiting_in,
+)
 from hyper_parallel.platform.torch.groups import Groups
 
 _REDUCE_OP = {
@@ -33,44 +39,82 @@ class Collectives(Groups):
 
     _compared_by_default = FIRST  # gloo ends processes whose data does not fit together
 
-    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    def barrier(
+        self, group: Any = None, async_op: bool = False, device_ids: Any = None
+    ) -> Any:
         resolved = self._group("barrier", group)
         self._announce(lambda: Call("barrier"), resolved)
-        work = self._call("barrier", resolved, lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids))
+        work = self._call(
+            "barrier",
+            resolved,
+            lambda: dist.barrier(resolved, async_op=True, device_ids=device_ids),
+        )
         handle = Handle(work, "barrier", resolved)
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def all_reduce(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def all_reduce(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         group = self._group("all_reduce", group_info)
         check_tensor("all_reduce", data)
         check_reducible("all_reduce", data, op, group)
-        self._announce(lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group))
+        self._announce(
+            lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group)
+        )
         # gloo reduces only the first elements of a tensor with gaps in memory, without an error.
         buffer = as_stored(data)
         by_gloo = gloo.is_used(group, data)
         keeps_nan = not (by_gloo and gloo.loses_nan(data, op))
-        if by_gloo and gloo.is_small(data) and not (group.size() <= 2 and keeps_nan):  # a ring of two is an exchange
+        if (
+            by_gloo and gloo.is_small(data) and not (group.size() <= 2 and keeps_nan)
+        ):  # a ring of two is an exchange
             pieces = buffer.new_empty((group.size(), *buffer.shape))
-            work = self._call("all_reduce", group, lambda: gloo.all_gather(pieces, buffer, group))
+            work = self._call(
+                "all_reduce", group, lambda: gloo.all_gather(pieces, buffer, group)
+            )
             return self._result(
                 data,
-                Handle(work, "all_reduce", group, lambda: gloo.reduce_pieces(pieces, op, data.detach())),
+                Handle(
+                    work,
+                    "all_reduce",
+                    group,
+                    lambda: gloo.reduce_pieces(pieces, op, data.detach()),
+                ),
                 async_op,
             )
         native = _native_op(op, data)
         if not keeps_nan:
             ordered = gloo.as_ordered(buffer, op)
-            work = self._call("all_reduce", group, lambda: dist.all_reduce(ordered, native, group, async_op=True))
-            handle = Handle(work, "all_reduce", group, lambda: _copy_into(data, gloo.from_ordered(ordered, data.dtype)))
+            work = self._call(
+                "all_reduce",
+                group,
+                lambda: dist.all_reduce(ordered, native, group, async_op=True),
+            )
+            handle = Handle(
+                work,
+                "all_reduce",
+                group,
+                lambda: _copy_into(data, gloo.from_ordered(ordered, data.dtype)),
+            )
             return self._result(data, handle, async_op)
-        work = self._call("all_reduce", group, lambda: dist.all_reduce(buffer, native, group, async_op=True))
-        finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
+        work = self._call(
+            "all_reduce",
+            group,
+            lambda: dist.all_reduce(buffer, native, group, async_op=True),
+        )
+        finish = (
+            None
+            if buffer.data_ptr() == data.data_ptr()
+            else lambda: _copy_into(data, buffer)
+        )
         return self._result(data, Handle(work, "all_reduce", group, finish), async_op)
 
-    def all_gather_into_tensor(self, data: Any, group_info: Any, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False
+    ) -> Any:
         group = self._group("all_gather_into_tensor", group_info)
         check_tensor("all_gather_into_tensor", data)
         received = data.nbytes * (group.size() - 1)
@@ -79,15 +123,25 @@ class Collectives(Groups):
         source = source if source.dim() else source.view(1)
         output = source.new_empty((group.size() * source.shape[0], *source.shape[1:]))
         # What is compared must be waited for in steps, which gloo's point-to-point communication does not stand.
-        gather = gloo.all_gather if gloo.is_used(group, data) and not order.last(group)[1] else _native_all_gather
+        gather = (
+            gloo.all_gather
+            if gloo.is_used(group, data) and not order.last(group)[1]
+            else _native_all_gather
+        )
         work = self._call(
             "all_gather_into_tensor",
             group,
-            lambda: gather(gloo.carried(output, group), gloo.carried(source, group), group),
+            lambda: gather(
+                gloo.carried(output, group), gloo.carried(source, group), group
+            ),
         )
-        return self._result(output, Handle(work, "all_gather_into_tensor", group), async_op)
+        return self._result(
+            output, Handle(work, "all_gather_into_tensor", group), async_op
+        )
 
-    def reduce_scatter_tensor(self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum") -> Any:
+    def reduce_scatter_tensor(
+        self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
+    ) -> Any:
         call = "reduce_scatter_tensor"
         group = self._group(call, group_info)
         check_tensor(call, data)
@@ -96,7 +150,8 @@ class Collectives(Groups):
         if data.dim() == 0 or data.shape[0] % size:
             raise ValueError(
                 coded(
-                    "HP123", f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks"
+                    "HP123",
+                    f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
                 )
             )
         self._announce(lambda: Call.on(call, data, op), group, _share(data, group))
@@ -106,22 +161,41 @@ class Collectives(Groups):
             work = self._call(
                 call,
                 group,
-                lambda: dist.reduce_scatter_single(output, source, _native_op(op, data), group, async_op=True),
+                lambda: dist.reduce_scatter_single(
+                    output, source, _native_op(op, data), group, async_op=True
+                ),
             )
             return self._result(output, Handle(work, call, group), async_op)
         pieces = source.new_empty((size, *output.shape))
-        work = self._call(call, group, lambda: dist.all_to_all_single(pieces, source, group=group, async_op=True))
-        return self._result(output, Handle(work, call, group, lambda: gloo.reduce_pieces(pieces, op, output)), async_op)
+        work = self._call(
+            call,
+            group,
+            lambda: dist.all_to_all_single(pieces, source, group=group, async_op=True),
+        )
+        return self._result(
+            output,
+            Handle(work, call, group, lambda: gloo.reduce_pieces(pieces, op, output)),
+            async_op,
+        )
 
     def all_to_all_single(
-        self, input_tensor: Any, output_shape: Sequence[int], group: Any, async_op: bool = False
+        self,
+        input_tensor: Any,
+        output_shape: Sequence[int],
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         call = "all_to_all_single"
         resolved = self._group(call, group)
         check_tensor(call, input_tensor)
         size = resolved.size()
         shape = tuple(output_shape)
-        if input_tensor.dim() == 0 or not shape or input_tensor.shape[0] % size or shape[0] % size:
+        if (
+            input_tensor.dim() == 0
+            or not shape
+            or input_tensor.shape[0] % size
+            or shape[0] % size
+        ):
             raise ValueError(
                 coded(
                     "HP123",
@@ -132,7 +206,8 @@ class Collectives(Groups):
         if math.prod(shape) != input_tensor.numel():
             raise ValueError(
                 coded(
-                    "HP123", f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements"
+                    "HP123",
+                    f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements",
                 )
             )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
@@ -146,27 +221,43 @@ class Collectives(Groups):
         check_tensor("broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
         received = 0 if src == self.get_rank() else data.nbytes
-        self._announce(lambda: Call.on("broadcast", data, f"src {src}"), resolved, received)
+        self._announce(
+            lambda: Call.on("broadcast", data, f"src {src}"), resolved, received
+        )
         buffer = as_stored(data)
         work = self._call(
             "broadcast",
             resolved,
-            lambda: dist.broadcast(gloo.carried(buffer, resolved), src, resolved, async_op=True),
+            lambda: dist.broadcast(
+                gloo.carried(buffer, resolved), src, resolved, async_op=True
+            ),
         )
-        finish = None if buffer.data_ptr() == data.data_ptr() else lambda: _copy_into(data, buffer)
+        finish = (
+            None
+            if buffer.data_ptr() == data.data_ptr()
+            else lambda: _copy_into(data, buffer)
+        )
         return self._result(data, Handle(work, "broadcast", resolved, finish), async_op)
 
-    def isend(self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def isend(
+        self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         resolved = self._group("isend", group)
         check_tensor("isend", tensor)
         self._check_peer("isend", "dst", dst, resolved)
         source = as_stored(tensor)
         call = f"isend to rank {dst}"
         self._tell("isend", (self.get_rank(), dst), 0)
-        work = self._call(call, resolved, lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag))
+        work = self._call(
+            call,
+            resolved,
+            lambda: dist.isend(gloo.carried(source, resolved), dst, resolved, tag),
+        )
         return Handle(work, call, resolved, peer=dst)
 
-    def irecv(self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    def irecv(
+        self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
+    ) -> Any:
         resolved = self._group("irecv", group)
         check_tensor("irecv", tensor)
         if src is not None:
@@ -174,24 +265,48 @@ class Collectives(Groups):
         buffer = as_stored(tensor)
         call = f"irecv from rank {src}" if src is not None else "irecv from any rank"
         self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
-        work = self._call(call, resolved, lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag))
-        finish = None if buffer.data_ptr() == tensor.data_ptr() else lambda: _copy_into(tensor, buffer)
+        work = self._call(
+            call,
+            resolved,
+            lambda: dist.irecv(gloo.carried(buffer, resolved), src, resolved, tag),
+        )
+        finish = (
+            None
+            if buffer.data_ptr() == tensor.data_ptr()
+            else lambda: _copy_into(tensor, buffer)
+        )
         return Handle(work, call, resolved, finish, peer=src)
 
-    def send_object_list(self, obj_list: list[Any], dst: int | None = None, group: Any = None) -> None:
+    def send_object_list(
+        self, obj_list: list[Any], dst: int | None = None, group: Any = None
+    ) -> None:
         resolved = self._group("send_object_list", group)
         self._check_peer("send_object_list", "dst", dst, resolved)
         with waiting_in("send_object_list", resolved):
-            self._call("send_object_list", resolved, lambda: dist.send_object_list(obj_list, dst, resolved), dst)
+            self._call(
+                "send_object_list",
+                resolved,
+                lambda: dist.send_object_list(obj_list, dst, resolved),
+                dst,
+            )
 
-    def recv_object_list(self, obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
+    def recv_object_list(
+        self, obj_list: list[Any], src: int | None = None, group: Any = None
+    ) -> int:
         resolved = self._group("recv_object_list", group)
         if src is not None:
             self._check_peer("recv_object_list", "src", src, resolved)
         with waiting_in("recv_object_list", resolved):
-            return self._call("recv_object_list", resolved, lambda: dist.recv_object_list(obj_list, src, resolved), src)
+            return self._call(
+                "recv_object_list",
+                resolved,
+                lambda: dist.recv_object_list(obj_list, src, resolved),
+                src,
+            )
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: Any = None
+    ) -> None:
         resolved = self._group("all_gather_object", group)
         if len(object_list) != resolved.size():
             raise ValueError(
@@ -202,11 +317,21 @@ class Collectives(Groups):
                 )
             )
         self._announce(lambda: Call("all_gather_object"), resolved)
-        if order.last(resolved)[1]:  # the meeting itself is not waited for in steps, so all come together before
-            work = self._call("all_gather_object", resolved, lambda: dist.barrier(resolved, async_op=True))
+        if order.last(resolved)[
+            1
+        ]:  # the meeting itself is not waited for in steps, so all come together before
+            work = self._call(
+                "all_gather_object",
+                resolved,
+                lambda: dist.barrier(resolved, async_op=True),
+            )
             Handle(work, "all_gather_object", resolved).wait()
         with waiting_in("all_gather_object", resolved):
-            self._call("all_gather_object", resolved, lambda: dist.all_gather_object(object_list, obj, resolved))
+            self._call(
+                "all_gather_object",
+                resolved,
+                lambda: dist.all_gather_object(object_list, obj, resolved),
+            )
 
     # --- shared by this class and the differentiable collectives
 
@@ -221,13 +346,19 @@ class Collectives(Groups):
     ) -> tuple[torch.Tensor, Handle]:
         """Starts an all-to-all along dim 0; returns the output and its handle."""
         if output_splits is None or input_splits is None:
-            self._announce(lambda: Call.on(call, source, f"to {tuple(shape)}"), group, _share(source, group))
+            self._announce(
+                lambda: Call.on(call, source, f"to {tuple(shape)}"),
+                group,
+                _share(source, group),
+            )
         else:  # the sizes along dim 0 may differ, but must fit crosswise
             row = math.prod(source.shape[1:]) * source.element_size()
             others = sum(output_splits) - output_splits[group.rank()]
             facts = (source.dtype, *source.shape[1:])
             sends, receives = tuple(input_splits), tuple(output_splits)
-            self._announce(lambda: Call(call, facts, sends, receives), group, others * row)
+            self._announce(
+                lambda: Call(call, facts, sends, receives), group, others * row
+            )
         source = as_stored(source)
         output = source.new_empty(tuple(shape))
         work = self._call(
@@ -244,12 +375,18 @@ class Collectives(Groups):
         )
         return output, Handle(work, call, group)
 
-    def _announce(self, describe: Callable[[], Call], group: dist.ProcessGroup, nbytes: int = 0) -> None:
+    def _announce(
+        self, describe: Callable[[], Call], group: dist.ProcessGroup, nbytes: int = 0
+    ) -> None:
         """Counts, compares the ranks' calls if that was asked for, and tells the listeners; else costs next to "
         "nothing."""
         number = order.begin(group)
         # The more thorough check tells all ranks together, and would wait for one that the other check had told.
-        is_compared = number <= self._compared_first and not self._checks_collectives and order.is_comparable(group)
+        is_compared = (
+            number <= self._compared_first
+            and not self._checks_collectives
+            and order.is_comparable(group)
+        )
         if not is_compared and not self._checks_collectives and not self._listeners:
             return
         call = describe()
@@ -263,23 +400,41 @@ class Collectives(Groups):
         seconds = timeout_of(group).total_seconds()
         seeks = self._seeks_circles
         with waiting_in(call.name, group):
-            self._call(call.name, group, lambda: order.compare(group, call, seconds, seeks_circles=seeks))
+            self._call(
+                call.name,
+                group,
+                lambda: order.compare(group, call, seconds, seeks_circles=seeks),
+            )
 
     def _tell(self, name: str, ranks: Sequence[int | None], nbytes: int) -> None:
         if not self._listeners:
             return
         members = tuple(rank for rank in ranks if rank is not None)
-        traffic = Traffic(name, members, nbytes, backward=torch._C._current_graph_task_id() != -1)
+        traffic = Traffic(
+            name, members, nbytes, backward=torch._C._current_graph_task_id() != -1
+        )
         for listener in list(self._listeners):
             listener(traffic)
 
-    def _call(self, call: str, group: dist.ProcessGroup, start: Callable[[], Any], peer: int | None = None) -> Any:
+    def _call(
+        self,
+        call: str,
+        group: dist.ProcessGroup,
+        start: Callable[[], Any],
+        peer: int | None = None,
+    ) -> Any:
         try:
             return start()
         except CommunicationError:
             raise
         except BACKEND_ERRORS as error:
-            raise explain(error, call, group, peer, 0 if peer is not None else order.last(group)[0]) from error
+            raise explain(
+                error,
+                call,
+                group,
+                peer,
+                0 if peer is not None else order.last(group)[0],
+            ) from error
 
     def _result(self, tensor: torch.Tensor, handle: Handle, async_op: bool) -> Any:
         if async_op:
@@ -287,15 +442,26 @@ class Collectives(Groups):
         handle.wait()
         return tensor
 
-    def _check_member(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
+    def _check_member(
+        self, call: str, name: str, rank: Any, group: dist.ProcessGroup
+    ) -> None:
         ranks = dist.get_process_group_ranks(group)
         if rank not in ranks or isinstance(rank, bool):
-            raise ValueError(coded("HP122", f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}"))
+            raise ValueError(
+                coded(
+                    "HP122",
+                    f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}",
+                )
+            )
 
-    def _check_peer(self, call: str, name: str, rank: Any, group: dist.ProcessGroup) -> None:
+    def _check_peer(
+        self, call: str, name: str, rank: Any, group: dist.ProcessGroup
+    ) -> None:
         self._check_member(call, name, rank, group)
         if rank == self.get_rank():
-            raise ValueError(coded("HP122", f"{call}: {name} is this rank, {rank}, itself"))
+            raise ValueError(
+                coded("HP122", f"{call}: {name} is this rank, {rank}, itself")
+            )
 
 
 def as_stored(data: torch.Tensor) -> torch.Tensor:
@@ -306,28 +472,47 @@ def as_stored(data: torch.Tensor) -> torch.Tensor:
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, torch.Tensor):
-        raise TypeError(coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}"))
+        raise TypeError(
+            coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}")
+        )
 
 
-def check_reducible(call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup) -> None:
+def check_reducible(
+    call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup
+) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in _REDUCE_OP:
-        raise ValueError(coded("HP121", f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}"))
+        raise ValueError(
+            coded(
+                "HP121",
+                f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
+            )
+        )
     if op == "avg" and not (data.is_floating_point() or data.is_complex()):
         raise ValueError(
-            coded("HP121", f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide")
+            coded(
+                "HP121",
+                f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide",
+            )
         )
     if data.is_complex() and op in ("max", "min", "prod"):
-        raise ValueError(coded("HP121", f"{call}: {op} is not defined for {data.dtype}"))
+        raise ValueError(
+            coded("HP121", f"{call}: {op} is not defined for {data.dtype}")
+        )
     if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
         raise ValueError(
-            coded("HP121", f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}")
+            coded(
+                "HP121",
+                f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}",
+            )
         )
 
 
 def _native_op(op: str, data: torch.Tensor) -> Any:
     """The backend's reduction; for bools a sum is "any" and a product "all", as in torch."""
-    return _REDUCE_OP[{"sum": "max", "prod": "min"}.get(op, op) if data.dtype is torch.bool else op]
+    return _REDUCE_OP[
+        {"sum": "max", "prod": "min"}.get(op, op) if data.dtype is torch.bool else op
+    ]
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -335,7 +520,9 @@ def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _native_all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def _native_all_gather(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> Any:
     return dist.all_gather_single(output, source, group, async_op=True)
 
 

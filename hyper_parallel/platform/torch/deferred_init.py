@@ -31,7 +31,9 @@ from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.torch.tape import Tape  # which few need: it is imported where one begins
+    from hyper_parallel.platform.torch.tape import (
+        Tape,
+    )  # which few need: it is imported where one begins
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -46,7 +48,9 @@ class DeferredInit(Platform):
     def meta_device(self) -> torch.device:
         return torch.device("meta")
 
-    def init_on_device(self, device: Any, include_buffers: bool = False) -> AbstractContextManager[None]:
+    def init_on_device(
+        self, device: Any, include_buffers: bool = False
+    ) -> AbstractContextManager[None]:
         """A context in which new parameters, and buffers if asked, land on ``device``; other tensors are as ever.
 
         On the meta device nothing is drawn, and the generator is left as it was found: initialise a model before
@@ -56,7 +60,9 @@ class DeferredInit(Platform):
         try:
             target = _Target(torch.device(device), include_buffers)
         except (RuntimeError, TypeError) as error:
-            raise type(error)(f"init_on_device: {device!r} is not a device: {error}") from error
+            raise type(error)(
+                f"init_on_device: {device!r} is not a device: {error}"
+            ) from error
         return _placing(target)
 
     def init_parameters(self, module: Any, stage_index: int) -> None:
@@ -70,14 +76,29 @@ class DeferredInit(Platform):
         ``torch.initial_seed() + n``. Distributed parameters are cut from what is drawn; nothing is communicated.
         """
         if not isinstance(module, nn.Module):
-            raise ValueError(coded("HP131", f"init_parameters: expected a torch.nn.Module, got {module!r}"))
-        if not isinstance(stage_index, int) or isinstance(stage_index, bool) or stage_index < 0:
             raise ValueError(
-                coded("HP131", f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}")
+                coded(
+                    "HP131",
+                    f"init_parameters: expected a torch.nn.Module, got {module!r}",
+                )
+            )
+        if (
+            not isinstance(stage_index, int)
+            or isinstance(stage_index, bool)
+            or stage_index < 0
+        ):
+            raise ValueError(
+                coded(
+                    "HP131",
+                    f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
+                )
             )
         if _here.tape is not None:
             raise RuntimeError(
-                coded("HP131", "init_parameters: call it after the init_on_device context, not inside it")
+                coded(
+                    "HP131",
+                    "init_parameters: call it after the init_on_device context, not inside it",
+                )
             )
         _fill(module, self.device(), stage_index)
         _tapes[:] = [tape for tape in _tapes if tape.is_needed()]
@@ -90,11 +111,15 @@ class DeferredInit(Platform):
 class _Target:
     device: torch.device
     include_buffers: bool
-    placed: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # a tied tensor moves once
+    placed: WeakTensorKeyDictionary = field(
+        default_factory=WeakTensorKeyDictionary
+    )  # a tied tensor moves once
 
     def on_parameter(self, _module: nn.Module, _name: str, tensor: Any) -> Any:
         # Hooks are global to the process: this one serves its own thread, while it is the innermost context there.
-        return self._place(tensor) if _here.targets and _here.targets[-1] is self else None
+        return (
+            self._place(tensor) if _here.targets and _here.targets[-1] is self else None
+        )
 
     def on_buffer(self, module: nn.Module, name: str, tensor: Any) -> Any:
         return self.on_parameter(module, name, tensor) if self.include_buffers else None
@@ -110,7 +135,11 @@ class _Target:
         if tensor not in self.placed:
             with _paused():
                 tape = _here.tape if self.device.type == "meta" else None
-                data = tensor.detach().to(self.device) if tape is None else tape.meta_twin(tensor)
+                data = (
+                    tensor.detach().to(self.device)
+                    if tape is None
+                    else tape.meta_twin(tensor)
+                )
                 self.placed[tensor] = _like(tensor, data)
         return self.placed[tensor]
 
@@ -138,10 +167,15 @@ def _paused() -> Iterator[None]:
 @contextmanager
 def _placing(target: _Target) -> Iterator[None]:
     with ExitStack() as stack:
-        if target.device.type == "meta" and _here.tape is None:  # a context inside another one writes on the same tape
+        if (
+            target.device.type == "meta" and _here.tape is None
+        ):  # a context inside another one writes on the same tape
             stack.enter_context(_taping())
         for register, hook in (
-            (nn_module.register_module_parameter_registration_hook, target.on_parameter),
+            (
+                nn_module.register_module_parameter_registration_hook,
+                target.on_parameter,
+            ),
             (nn_module.register_module_buffer_registration_hook, target.on_buffer),
         ):
             stack.callback(register(hook).remove)
@@ -165,8 +199,14 @@ def _taping() -> Iterator[None]:
 
 
 class _Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _here.paused or _here.tape is None or not isinstance(func, torch._ops.OpOverload):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            _here.paused
+            or _here.tape is None
+            or not isinstance(func, torch._ops.OpOverload)
+        ):
             return func(*args, **(kwargs or {}))
         return _here.tape.run(func, args, kwargs or {})
 
@@ -174,13 +214,18 @@ class _Operators(TorchDispatchMode):
 class _Functions(TorchFunctionMode):
     """Catches what is no operator: ``p.data = x``, values read by Python, and functions of nn.init that skip meta."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         tape = _here.tape
         if tape is not None and not _here.paused:
             if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
                 with _paused():
                     args = (args[0], tape.meta_twin(args[1]))
-            elif func == _GET_IS_META and (call := _initialiser(sys._getframe(1))) is not None:
+            elif (
+                func == _GET_IS_META
+                and (call := _initialiser(sys._getframe(1))) is not None
+            ):
                 with _paused():
                     tape.call(*call)
                 return True
@@ -197,7 +242,9 @@ def _initialiser(frame: Any) -> tuple[Any, dict[str, Any]] | None:
     """
     code: Any = frame.f_code
     func = vars(nn.init).get(code.co_name)
-    is_theirs = getattr(func, "__code__", None) is code  # and not a function of the user's that has the same name
+    is_theirs = (
+        getattr(func, "__code__", None) is code
+    )  # and not a function of the user's that has the same name
     if not is_theirs:
         return None
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -217,7 +264,9 @@ class _Slot:
     tensor: torch.Tensor
 
     def put(self, tensor: torch.Tensor) -> None:
-        setattr(self.owner, self.name, tensor)  # not into the dict: recurrent layers keep a second list
+        setattr(
+            self.owner, self.name, tensor
+        )  # not into the dict: recurrent layers keep a second list
 
 
 def _meta_slots(module: nn.Module) -> list[_Slot]:
@@ -225,7 +274,9 @@ def _meta_slots(module: nn.Module) -> list[_Slot]:
         _Slot(owner, f"{path}.{name}" if path else name, name, tensor)
         for path, owner in module.named_modules()
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
-        if tensor is not None and _local(tensor).is_meta and not nn.parameter.is_lazy(tensor)
+        if tensor is not None
+        and _local(tensor).is_meta
+        and not nn.parameter.is_lazy(tensor)
     ]
 
 
@@ -239,9 +290,13 @@ def _like(tensor: Any, data: torch.Tensor) -> Any:
         new = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
         new.__dict__.update(tensor.__dict__)
         return new
-    twin: Any = type(tensor)(data, tensor._layout, tensor.shape).requires_grad_(tensor.requires_grad)
+    twin: Any = type(tensor)(data, tensor._layout, tensor.shape).requires_grad_(
+        tensor.requires_grad
+    )
     own = {*vars(twin), "_routes", "_origin", "_last_gradient"}
-    twin.__dict__.update({name: value for name, value in vars(tensor).items() if name not in own})
+    twin.__dict__.update(
+        {name: value for name, value in vars(tensor).items() if name not in own}
+    )
     return twin
 
 
@@ -261,36 +316,59 @@ def _find_tape(tensor: torch.Tensor) -> Tape | None:
 
 def deferred_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of a tensor on meta that will get its numbers; None if no tape knows the tensor."""
-    tape = _find_tape(tensor) if _here.tape is None else None  # one that is running sees copies by itself
+    tape = (
+        _find_tape(tensor) if _here.tape is None else None
+    )  # one that is running sees copies by itself
     if tape is None:
         return None
-    return tape.run(torch.ops.aten.clone.default, (tensor.detach(),), {"memory_format": torch.contiguous_format})
+    return tape.run(
+        torch.ops.aten.clone.default,
+        (tensor.detach(),),
+        {"memory_format": torch.contiguous_format},
+    )
 
 
 def _draw(tape: Tape, slots: Sequence[_Slot], device: torch.device) -> None:
     """Plays the tape and puts the results in their places; what was one tensor, or shared memory, does so again."""
     from hyper_parallel.platform.torch.tape import as_bytes
 
-    by_storage: dict[int, dict[int, list[_Slot]]] = defaultdict(lambda: defaultdict(list))
+    by_storage: dict[int, dict[int, list[_Slot]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for slot in slots:
         by_storage[tape.ref(_local(slot.tensor)).storage][id(slot.tensor)].append(slot)
 
     def receive(places: dict[int, list[_Slot]], storage: torch.UntypedStorage) -> None:
-        whole = as_bytes(storage).to(device).untyped_storage() if len(places) > 1 else storage
+        whole = (
+            as_bytes(storage).to(device).untyped_storage()
+            if len(places) > 1
+            else storage
+        )
         for tied in places.values():
             ref = tape.ref(_local(tied[0].tensor))
             data = ref.on(whole)
-            if len(places) == 1 and (device.type != "cpu" or data.nbytes < storage.nbytes()):
-                data = data.to(device, copy=True)  # a shard must not hold on to the whole
+            if len(places) == 1 and (
+                device.type != "cpu" or data.nbytes < storage.nbytes()
+            ):
+                data = data.to(
+                    device, copy=True
+                )  # a shard must not hold on to the whole
             new = _like(tied[0].tensor, data)
             for slot in tied:
                 slot.put(new)
 
-    tape.play({number: [functools.partial(receive, places)] for number, places in by_storage.items()})
+    tape.play(
+        {
+            number: [functools.partial(receive, places)]
+            for number, places in by_storage.items()
+        }
+    )
 
 
 def _resetter(owner: nn.Module) -> Callable[[], None] | None:
-    return getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+    return getattr(owner, "reset_parameters", None) or getattr(
+        owner, "_reset_parameters", None
+    )
 
 
 def _check_convention(slots: Sequence[_Slot]) -> None:
@@ -304,22 +382,34 @@ def _check_convention(slots: Sequence[_Slot]) -> None:
         )
 
 
-def _reset(module: nn.Module, slots: Sequence[_Slot], device: torch.device, stage_index: int) -> None:
+def _reset(
+    module: nn.Module, slots: Sequence[_Slot], device: torch.device, stage_index: int
+) -> None:
     """The module convention: empty data, then reset_parameters(), children before parents."""
     owners = {slot.owner for slot in slots}
     made: dict[int, Any] = {}
     with _own_generator(device, stage_index), torch.no_grad():
-        for owner in (owner for owner in _children_first(module, set()) if owner in owners):
+        for owner in (
+            owner for owner in _children_first(module, set()) if owner in owners
+        ):
             _reset_owner(owner, made, device)
 
 
 def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -> None:
     """Initialises what has no data and is not ``made``, as tied parameters may be; all else keeps its numbers."""
     every = (*owner._parameters.items(), *owner._buffers.items())
-    held: dict[str, Any] = {name: t for name, t in every if t is not None and not nn.parameter.is_lazy(t)}
+    held: dict[str, Any] = {
+        name: t for name, t in every if t is not None and not nn.parameter.is_lazy(t)
+    }
     # Whole parameters stand in for distributed ones: what is drawn must not depend on the mesh.
-    whole = {id(t): _empty(t, device) for t in held.values() if isinstance(t, DTensorBase)}
-    new = {id(t): _empty(t, device) for t in held.values() if t.is_meta and id(t) not in {*whole, *made}}
+    whole = {
+        id(t): _empty(t, device) for t in held.values() if isinstance(t, DTensorBase)
+    }
+    new = {
+        id(t): _empty(t, device)
+        for t in held.values()
+        if t.is_meta and id(t) not in {*whole, *made}
+    }
     known = [made.get(id(t), t) for t in held.values() if id(t) not in {*whole, *new}]
     kept = [(tensor, tensor.clone()) for tensor in known]
     made |= new
@@ -332,7 +422,9 @@ def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -
         if id(tensor) in whole:
             if _local(tensor).is_meta and id(tensor) not in made:
                 shard = tensor.layout.part_of(getattr(owner, name).detach())
-                made[id(tensor)] = _like(tensor, shard.clone(memory_format=torch.contiguous_format))
+                made[id(tensor)] = _like(
+                    tensor, shard.clone(memory_format=torch.contiguous_format)
+                )
             setattr(owner, name, made.get(id(tensor), tensor))
     for tensor, value in kept:
         tensor.copy_(value)
@@ -343,7 +435,11 @@ def _empty(tensor: Any, device: torch.device) -> Any:
     if not isinstance(tensor, DTensorBase):
         return _like(tensor, torch.empty_like(tensor, device=device).detach())
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    return (
+        nn.Parameter(data, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else data
+    )
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -362,7 +458,9 @@ def _own_generator(device: torch.device, stage_index: int) -> Iterator[None]:
         return
     generators = [torch.default_generator]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device.type).default_generators[device.index or 0])
+        generators.append(
+            torch.get_device_module(device.type).default_generators[device.index or 0]
+        )
     states = [generator.get_state() for generator in generators]
     seed = (torch.initial_seed() + stage_index) % 2**63
     try:

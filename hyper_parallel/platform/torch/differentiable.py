@@ -46,11 +46,17 @@ class Differentiable(Collectives):
         resolved = self._group("differentiable_all_reduce", group)
         check_tensor("differentiable_all_reduce", data)
         if not self.is_recorded(data):
-            return self.all_reduce(data.detach().clone(memory_format=torch.contiguous_format), resolved, op=op)
+            return self.all_reduce(
+                data.detach().clone(memory_format=torch.contiguous_format),
+                resolved,
+                op=op,
+            )
         check_reducible("differentiable_all_reduce", data, op, resolved)
         return _AllReduce.apply(data, op, resolved, self)
 
-    def reduction_gradient(self, op: str, grad: Any, data: Any, result: Any, group: Any) -> Any:
+    def reduction_gradient(
+        self, op: str, grad: Any, data: Any, result: Any, group: Any
+    ) -> Any:
         resolved = self._group("reduction_gradient", group)
         if op == "sum":
             return grad
@@ -58,18 +64,33 @@ class Differentiable(Collectives):
             return grad / resolved.size()
         if op in ("max", "min"):
             won = (data == result).to(grad.dtype)
-            return grad * won / self.all_reduce(won.clone(), resolved)  # ties share, as in torch.amax
+            return (
+                grad * won / self.all_reduce(won.clone(), resolved)
+            )  # ties share, as in torch.amax
         return grad * self._product_of_others(data, resolved)
 
-    def _product_of_others(self, data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _product_of_others(
+        self, data: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         """The product of all other ranks' data, in the graph; dividing by this rank's would fail where that is zero."""
-        rows = _AllGather.apply(data.unsqueeze(0), 0, [1] * group.size(), group, self).unbind(0)
+        rows = _AllGather.apply(
+            data.unsqueeze(0), 0, [1] * group.size(), group, self
+        ).unbind(0)
         others = [row for rank, row in enumerate(rows) if rank != group.rank()]
         product = functools.reduce(torch.mul, others, torch.ones_like(data))
-        return ties.tied(product, [rows[group.rank()]]) if rows[0].requires_grad else product
+        return (
+            ties.tied(product, [rows[group.rank()]])
+            if rows[0].requires_grad
+            else product
+        )
 
     def differentiable_all_gather_concat(
-        self, data: Any, group: Any, concat_size: int, concat_dim: int, sizes: Sequence[int] | None = None
+        self,
+        data: Any,
+        group: Any,
+        concat_size: int,
+        concat_dim: int,
+        sizes: Sequence[int] | None = None,
     ) -> Any:
         call = "differentiable_all_gather_concat"
         resolved = self._group(call, group)
@@ -79,16 +100,22 @@ class Differentiable(Collectives):
         sizes = check_sizes(call, data, dim, sizes, resolved)
         return _AllGather.apply(data, dim, sizes, resolved, self)
 
-    def differentiable_reduce_scatter(self, data: Any, dev_num: int, axis: int, op: str, group: Any) -> Any:
+    def differentiable_reduce_scatter(
+        self, data: Any, dev_num: int, axis: int, op: str, group: Any
+    ) -> Any:
         call = "differentiable_reduce_scatter"
         resolved = self._group(call, group)
         check_tensor(call, data)
         dim = check_dim(call, "axis", data, axis)
         check_count(call, "dev_num", dev_num, resolved)
         check_reducible(call, data, op, resolved)
-        return _ReduceScatter.apply(data, dim, chunk_sizes(data.shape[dim], dev_num), op, resolved, self)
+        return _ReduceScatter.apply(
+            data, dim, chunk_sizes(data.shape[dim], dev_num), op, resolved, self
+        )
 
-    def differentiable_all_to_all(self, input_data: Any, output_shape: Sequence[int], group: Any) -> Any:
+    def differentiable_all_to_all(
+        self, input_data: Any, output_shape: Sequence[int], group: Any
+    ) -> Any:
         resolved = self._group("differentiable_all_to_all", group)
         check_tensor("differentiable_all_to_all", input_data)
         return _AllToAll.apply(input_data, tuple(output_shape), resolved, self)
@@ -101,7 +128,11 @@ class Differentiable(Collectives):
         group: Any,
     ) -> Any:
         return self._uneven_all_to_all(
-            "differentiable_all_to_all_single", input_tensor, input_splits, output_splits, group
+            "differentiable_all_to_all_single",
+            input_tensor,
+            input_splits,
+            output_splits,
+            group,
         )
 
     def differentiable_all_to_all_single_async(
@@ -115,7 +146,9 @@ class Differentiable(Collectives):
         # The two are one on every device: torch's wait is a wait of the stream where there are streams, and on a CPU
         # a tensor may not be handed out before it is there.
         call = "differentiable_all_to_all_single_async"
-        return self._uneven_all_to_all(call, input_tensor, input_splits, output_splits, group)
+        return self._uneven_all_to_all(
+            call, input_tensor, input_splits, output_splits, group
+        )
 
     def _uneven_all_to_all(
         self,
@@ -127,7 +160,9 @@ class Differentiable(Collectives):
     ) -> Any:
         resolved = self._group(call, group)
         check_tensor(call, x)
-        inputs, outputs = check_all_to_all(call, x, input_splits, output_splits, resolved.size())
+        inputs, outputs = check_all_to_all(
+            call, x, input_splits, output_splits, resolved.size()
+        )
         return _UnevenAllToAll.apply(x, inputs, outputs, resolved, self, call)
 
     def differentiable_async_a2a_launch(
@@ -142,7 +177,9 @@ class Differentiable(Collectives):
         call = "differentiable_async_a2a_launch"
         resolved = self._group(call, group)
         check_tensor(call, x)
-        _, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)  # the wait uses the other
+        _, split = check_transposed(
+            call, x, world_size, concat_dim, split_dim, resolved
+        )  # the wait uses the other
         check_split(call, x, split, world_size)
         pieces = _to_pieces(x.detach(), split, world_size)
         buffer, work = self._exchange(call, pieces, pieces.shape, None, None, resolved)
@@ -162,9 +199,13 @@ class Differentiable(Collectives):
         call = "differentiable_async_a2a_wait"
         resolved = self._group(call, group)
         check_tensor(call, x)
-        concat, split = check_transposed(call, x, world_size, concat_dim, split_dim, resolved)
+        concat, split = check_transposed(
+            call, x, world_size, concat_dim, split_dim, resolved
+        )
         check_pieces(call, x, out_perm, split, world_size)
-        return _AsyncWait.apply(x, work, out_perm, resolved, concat, split, handle_box, self)
+        return _AsyncWait.apply(
+            x, work, out_perm, resolved, concat, split, handle_box, self
+        )
 
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
         check_hook(hook_name)
@@ -181,7 +222,9 @@ class Differentiable(Collectives):
 
     # --- along any dim, outside the graph
 
-    def _gather_dim(self, x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    def _gather_dim(
+        self, x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         """Every rank's ``x``, whose sizes along ``dim`` are ``sizes``, joined along ``dim``."""
         widest = max(sizes)
         if any(size != widest for size in sizes) and x.shape[dim] < widest:
@@ -192,17 +235,32 @@ class Differentiable(Collectives):
         if dim == 0 and all(size == widest for size in sizes):
             return joined
         pieces = joined.unflatten(0, (len(sizes), x.shape[0])).unbind(0)
-        return torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)], dim)
+        return torch.cat(
+            [
+                piece.narrow(dim, 0, size)
+                for piece, size in zip(pieces, sizes, strict=True)
+            ],
+            dim,
+        )
 
     def _reduce_scatter_dim(
-        self, x: torch.Tensor, dim: int, sizes: Sequence[int], op: str, group: dist.ProcessGroup
+        self,
+        x: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        op: str,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         """This rank's piece, of ``sizes`` along ``dim``, of the reduction of ``x``."""
         pieces = x.split(list(sizes), dim)
         mine = pieces[group.rank()].shape
         if all(size == sizes[0] for size in sizes):
             stacked = x if dim == 0 else torch.cat(pieces, 0)
-            return self.reduce_scatter_tensor(stacked, group, op=op) if sizes[0] else x.new_empty(mine)
+            return (
+                self.reduce_scatter_tensor(stacked, group, op=op)
+                if sizes[0]
+                else x.new_empty(mine)
+            )
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         received, work = self._exchange(
             "reduce_scatter",
@@ -218,9 +276,17 @@ class Differentiable(Collectives):
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, op: str, group: dist.ProcessGroup, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any,
+        data: torch.Tensor,
+        op: str,
+        group: dist.ProcessGroup,
+        platform: Differentiable,
+    ) -> Any:
         ctx.op, ctx.group, ctx.platform = op, group, platform
-        output = platform.all_reduce(data.detach().clone(memory_format=torch.contiguous_format), group, op=op)
+        output = platform.all_reduce(
+            data.detach().clone(memory_format=torch.contiguous_format), group, op=op
+        )
         if op in ("max", "min", "prod"):
             ctx.save_for_backward(data, output)
         return output
@@ -230,13 +296,23 @@ class _AllReduce(Function):
         # Every rank's result depends on this rank's data, so their gradients add up.
         total = _AllReduce.apply(grad, "sum", ctx.group, ctx.platform)
         data, result = ctx.saved_tensors or (None, None)
-        return ctx.platform.reduction_gradient(ctx.op, total, data, result, ctx.group), None, None, None
+        return (
+            ctx.platform.reduction_gradient(ctx.op, total, data, result, ctx.group),
+            None,
+            None,
+            None,
+        )
 
 
 class _AllGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, data: Any, dim: int, sizes: list[int], group: dist.ProcessGroup, platform: Differentiable
+        ctx: Any,
+        data: Any,
+        dim: int,
+        sizes: list[int],
+        group: dist.ProcessGroup,
+        platform: Differentiable,
     ) -> Any:
         ctx.dim, ctx.sizes, ctx.group, ctx.platform = dim, sizes, group, platform
         return platform._gather_dim(data, dim, sizes, group)
@@ -244,7 +320,9 @@ class _AllGather(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return (
-            _ReduceScatter.apply(grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform),
+            _ReduceScatter.apply(
+                grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform
+            ),
             None,
             None,
             None,
@@ -263,7 +341,13 @@ class _ReduceScatter(Function):
         group: dist.ProcessGroup,
         platform: Differentiable,
     ) -> Any:
-        ctx.dim, ctx.sizes, ctx.op, ctx.group, ctx.platform = dim, sizes, op, group, platform
+        ctx.dim, ctx.sizes, ctx.op, ctx.group, ctx.platform = (
+            dim,
+            sizes,
+            op,
+            group,
+            platform,
+        )
         output = platform._reduce_scatter_dim(data, dim, sizes, op, group)
         if op in ("max", "min", "prod"):
             ctx.save_for_backward(data, output)
@@ -276,21 +360,32 @@ class _ReduceScatter(Function):
 
         data, piece = ctx.saved_tensors or (None, None)
         result = gather(piece) if piece is not None else None
-        own = ctx.platform.reduction_gradient(ctx.op, gather(grad), data, result, ctx.group)
+        own = ctx.platform.reduction_gradient(
+            ctx.op, gather(grad), data, result, ctx.group
+        )
         return own, None, None, None, None, None
 
 
 class _AllToAll(Function):
     @staticmethod
     def forward(
-        ctx: Any, data: Any, output_shape: tuple[int, ...], group: dist.ProcessGroup, platform: Differentiable
+        ctx: Any,
+        data: Any,
+        output_shape: tuple[int, ...],
+        group: dist.ProcessGroup,
+        platform: Differentiable,
     ) -> Any:
         ctx.input_shape, ctx.group, ctx.platform = tuple(data.shape), group, platform
         return platform.all_to_all_single(data, output_shape, group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform), None, None, None
+        return (
+            _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform),
+            None,
+            None,
+            None,
+        )
 
 
 class _UnevenAllToAll(Function):
@@ -304,14 +399,24 @@ class _UnevenAllToAll(Function):
         platform: Differentiable,
         call: str,
     ) -> Any:
-        ctx.inputs, ctx.outputs, ctx.group, ctx.platform, ctx.call = inputs, outputs, group, platform, call
-        output, work = platform._exchange(call, data, (sum(outputs), *data.shape[1:]), outputs, inputs, group)
+        ctx.inputs, ctx.outputs, ctx.group, ctx.platform, ctx.call = (
+            inputs,
+            outputs,
+            group,
+            platform,
+            call,
+        )
+        output, work = platform._exchange(
+            call, data, (sum(outputs), *data.shape[1:]), outputs, inputs, group
+        )
         work.wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        reverse = _UnevenAllToAll.apply(grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call)
+        reverse = _UnevenAllToAll.apply(
+            grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call
+        )
         return reverse, None, None, None, None, None
 
 
@@ -319,7 +424,9 @@ class _Launched(Function):
     """The identity; with a box, backward adds the gradient of the reverse exchange that waits there."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split_dim: int, handle_box: list[Any] | None) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, split_dim: int, handle_box: list[Any] | None
+    ) -> Any:
         ctx.split_dim, ctx.handle_box = split_dim, handle_box
         return x.view_as(x)
 
@@ -345,7 +452,12 @@ class _AsyncWait(Function):
         handle_box: list[Any] | None,
         platform: Differentiable,
     ) -> Any:
-        ctx.group, ctx.concat_dim, ctx.split_dim, ctx.handle_box = group, concat_dim, split_dim, handle_box
+        ctx.group, ctx.concat_dim, ctx.split_dim, ctx.handle_box = (
+            group,
+            concat_dim,
+            split_dim,
+            handle_box,
+        )
         ctx.platform, ctx.shape = platform, x.shape
         if work is not None:
             work.wait()
@@ -355,13 +467,17 @@ class _AsyncWait(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         pieces = _to_pieces(grad, ctx.concat_dim, ctx.group.size())
         call = "the backward of differentiable_async_a2a_wait"
-        buffer, work = ctx.platform._exchange(call, pieces, pieces.shape, None, None, ctx.group)
+        buffer, work = ctx.platform._exchange(
+            call, pieces, pieces.shape, None, None, ctx.group
+        )
         if ctx.handle_box is None:
             work.wait()
             grad_x = _from_pieces(buffer, ctx.split_dim)
         else:
             ctx.handle_box.append((work, buffer))
-            grad_x = grad.new_zeros(()).expand(ctx.shape)  # the gradient comes through the box
+            grad_x = grad.new_zeros(()).expand(
+                ctx.shape
+            )  # the gradient comes through the box
         return grad_x, *(None,) * 7
 
 
@@ -389,17 +505,33 @@ class _SyncHook(Function):
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, platform: Differentiable) -> Any:
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        peer: int,
+        group: dist.ProcessGroup,
+        platform: Differentiable,
+    ) -> Any:
         ctx.peer, ctx.group, ctx.platform = peer, group, platform
         source = as_stored(tensor)
         output = torch.empty_like(source)
         call = f"p2p_exchange with rank {peer}"
         platform._tell("p2p_exchange", (platform.get_rank(), peer), source.nbytes)
-        ops = [dist.P2POp(dist.isend, source, peer, group), dist.P2POp(dist.irecv, output, peer, group)]
-        for work in platform._call(call, group, lambda: dist.batch_isend_irecv(ops), peer):
+        ops = [
+            dist.P2POp(dist.isend, source, peer, group),
+            dist.P2POp(dist.irecv, output, peer, group),
+        ]
+        for work in platform._call(
+            call, group, lambda: dist.batch_isend_irecv(ops), peer
+        ):
             Handle(work, call, group, peer=peer).wait()
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform), None, None, None
+        return (
+            _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform),
+            None,
+            None,
+            None,
+        )

@@ -18,7 +18,11 @@ from torch.utils import _foreach_utils
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.strides import whole_stride
-from hyper_parallel.platform.torch.saving import SavedInChunks, allow_loading, guard_safetensors
+from hyper_parallel.platform.torch.saving import (
+    SavedInChunks,
+    allow_loading,
+    guard_safetensors,
+)
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _is_grad_enabled = torch.is_grad_enabled
@@ -34,7 +38,9 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
     _origin: Any = None  # what it was gathered from, or of what gathered it is a view
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
-    _copy_of: str | None = None  # the view that it would be, had its base not been redistributed
+    _copy_of: str | None = (
+        None  # the view that it would be, had its base not been redistributed
+    )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
     _taken: Any = None  # from what, and how to take it again when that has changed
     _forms = 0  # how often an operator in place has changed its shape
@@ -43,16 +49,27 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     _last_gradient: DTensorBase | None = None  # optimizers ask for it again and again
 
     @staticmethod
-    def __new__(cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]) -> DTensorBase:
+    def __new__(
+        cls: type[DTensorBase], local: torch.Tensor, layout: Any, shape: Sequence[int]
+    ) -> DTensorBase:
         size = shape if type(shape) is torch.Size else torch.Size(shape)
         return cls.wrapped(local, local.dtype, layout, size, None)
 
     @classmethod
-    def wrapped(cls, local: torch.Tensor, dtype: torch.dtype, layout: Any, size: torch.Size, spec: Any) -> DTensorBase:
+    def wrapped(
+        cls,
+        local: torch.Tensor,
+        dtype: torch.dtype,
+        layout: Any,
+        size: torch.Size,
+        spec: Any,
+    ) -> DTensorBase:
         """The distributed tensor of a shard, for those who know its dtype and what stands for it."""
         # That the wrapper requires a gradient serves one end: a plain autograd function leaves its mark on it.
         if local.requires_grad:
-            wrapper = _make_wrapper(cls, size, dtype=dtype, device=local.device, requires_grad=True)
+            wrapper = _make_wrapper(
+                cls, size, dtype=dtype, device=local.device, requires_grad=True
+            )
         else:
             wrapper = _make_wrapper(cls, size, dtype=dtype, device=local.device)
         own = wrapper.__dict__
@@ -92,7 +109,11 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         """There is none: torch.compile, which looks for it in each tensor that it meets, is told why."""
         from hyper_parallel.platform.torch.compilation import refuse_tracing
 
-        refuse_tracing(lambda: f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in")
+        refuse_tracing(
+            lambda: (
+                f"a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout} came in"
+            )
+        )
         raise AttributeError(f"{type(self).__name__} has no __tensor_flatten__")
 
     @property
@@ -135,13 +156,18 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         allow_loading(cls)
         guard_safetensors()
         # torch.optim and clipping take lists of these classes at once where kernels for lists are fast.
-        for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        for types in (
+            optimizer._foreach_supported_types,
+            _foreach_utils._foreach_supported_types,
+        ):
             types.append(cls)
         # Torch asks for it several times at each call; as a class method it would be bound anew each time.
         cls.__torch_function__ = staticmethod(MethodType(_torch_function, cls))  # type: ignore[method-assign]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
         raise TypeError(
             coded(
@@ -157,12 +183,16 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         """Runs an operator on distributed tensors; a deriving class says how."""
         raise NotImplementedError
 
-    def redistribute(self, device_mesh: Any = None, placements: Any = None) -> DTensorBase:
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None
+    ) -> DTensorBase:
         """The same tensor in another layout; a deriving class says how."""
         raise NotImplementedError
 
     @classmethod
-    def _on_every_rank(cls, local: torch.Tensor, device_type: str, ranks: Any, names: Any) -> DTensorBase:
+    def _on_every_rank(
+        cls, local: torch.Tensor, device_type: str, ranks: Any, names: Any
+    ) -> DTensorBase:
         """A tensor of which every rank of a mesh has all; a deriving class says how."""
         raise NotImplementedError
 
@@ -190,7 +220,11 @@ class DTensorBase(SavedInChunks, torch.Tensor):
 
     def _set_data(self, data: Any) -> None:
         """Other data of the same layout, in place; the wrapper takes its dtype and device."""
-        if not isinstance(data, DTensorBase) or data._layout is not self._layout or data._shape != self._shape:
+        if (
+            not isinstance(data, DTensorBase)
+            or data._layout is not self._layout
+            or data._shape != self._shape
+        ):
             raise ValueError(
                 coded(
                     "HP227",
@@ -207,7 +241,9 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     def take_form(self, layout: Any, shape: Sequence[int]) -> None:
         """Another layout and shape, after the shard was changed in place."""
         self._layout, self._shape = layout, torch.Size(shape)
-        self._routes = self._origin = self._reduced = self._spec = self._last_gradient = None
+        self._routes = self._origin = self._reduced = self._spec = (
+            self._last_gradient
+        ) = None
         self._is_plain = False
         self._forms += 1
         with torch._C.DisableTorchFunctionSubclass():
@@ -265,7 +301,10 @@ class DTensorBase(SavedInChunks, torch.Tensor):
             grad = self.gradient_of_shard(grad)
         elif grad is not None:
             raise TypeError(
-                coded("HP227", f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor")
+                coded(
+                    "HP227",
+                    f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor",
+                )
             )
         self._local.grad = grad
         self._last_gradient = None
@@ -285,31 +324,51 @@ class DTensorBase(SavedInChunks, torch.Tensor):
                 "_taken",
                 "_reduced",
             )
-            twin.__dict__.update({key: value for key, value in vars(self).items() if key not in own})
+            twin.__dict__.update(
+                {key: value for key, value in vars(self).items() if key not in own}
+            )
             memo[id(self)] = twin
         return memo[id(self)]
 
     def _backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        self,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         """From every rank's shard."""
         shard, gradient = self.current()._seed(gradient)
         if inputs is not None:
-            inputs = [one._local if isinstance(one, DTensorBase) else one for one in _several(inputs)]
-        torch.autograd.backward(shard, gradient, retain_graph, create_graph, inputs=inputs)
+            inputs = [
+                one._local if isinstance(one, DTensorBase) else one
+                for one in _several(inputs)
+            ]
+        torch.autograd.backward(
+            shard, gradient, retain_graph, create_graph, inputs=inputs
+        )
 
     def _seed(self, gradient: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
-        target = self if all(op in (None, "sum") for op in self._layout.partial) else self.reduce_partial()
+        target = (
+            self
+            if all(op in (None, "sum") for op in self._layout.partial)
+            else self.reduce_partial()
+        )
         if isinstance(gradient, DTensorBase):
             return target._local, target.gradient_of_shard(gradient)
         if gradient is None:
             if self._shape.numel() != 1:
-                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+                raise RuntimeError(
+                    "grad can be implicitly created only for scalar outputs"
+                )
             return target._local, torch.ones_like(target._local)
         if gradient.dim():
             raise TypeError(
-                coded("HP227", f"backward: expected a gradient that lies as {self._layout}, got a plain tensor")
+                coded(
+                    "HP227",
+                    f"backward: expected a gradient that lies as {self._layout}, got a plain tensor",
+                )
             )
         return target._local, gradient
 
@@ -317,9 +376,14 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
         if self._origin is not None and self._routes:
             raise RuntimeError(
-                coded("HP225", f"{what}: the tensor was gathered and used already; call it right after redistribute()")
+                coded(
+                    "HP225",
+                    f"{what}: the tensor was gathered and used already; call it right after redistribute()",
+                )
             )
-        self._origin = self._routes = None  # routes are shared with others that were gathered from the same tensor
+        self._origin = self._routes = (
+            None  # routes are shared with others that were gathered from the same tensor
+        )
 
     def _hooked(self, hook: Callable[..., Any]) -> Any:
         source = self.current().gradient_source()
@@ -329,7 +393,11 @@ class DTensorBase(SavedInChunks, torch.Tensor):
 
         def on_shard(grad: torch.Tensor) -> Any:
             changed = hook(self._gradient_of(grad))
-            return self.gradient_of_shard(changed) if isinstance(changed, DTensorBase) else changed
+            return (
+                self.gradient_of_shard(changed)
+                if isinstance(changed, DTensorBase)
+                else changed
+            )
 
         return self._local.register_hook(on_shard)
 
@@ -379,13 +447,24 @@ def _grad(
     """torch.autograd.grad: of the shards, by every route that was handed out."""
     if is_grads_batched:
         raise NotImplementedError(
-            coded("HP312", "autograd.grad: is_grads_batched is not supported for distributed tensors")
+            coded(
+                "HP312",
+                "autograd.grad: is_grads_batched is not supported for distributed tensors",
+            )
         )
     outputs, inputs = _several(outputs), _several(inputs)
-    given = _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
+    given = (
+        _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
+    )
     pairs = zip(outputs, given, strict=True)
-    seeds = [out.current()._seed(grad) if isinstance(out, DTensorBase) else (out, grad) for out, grad in pairs]
-    inputs = [one.current().gradient_source() if isinstance(one, DTensorBase) else one for one in inputs]
+    seeds = [
+        out.current()._seed(grad) if isinstance(out, DTensorBase) else (out, grad)
+        for out, grad in pairs
+    ]
+    inputs = [
+        one.current().gradient_source() if isinstance(one, DTensorBase) else one
+        for one in inputs
+    ]
     for one in inputs:
         if isinstance(one, DTensorBase):
             one._watched("autograd.grad")
@@ -400,7 +479,9 @@ def _grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        one._gradient_of(grad) if isinstance(one, DTensorBase) and grad is not None else grad
+        one._gradient_of(grad)
+        if isinstance(one, DTensorBase) and grad is not None
+        else grad
         for one, grad in zip(inputs, found, strict=True)
     )
 
@@ -430,16 +511,22 @@ def _attribute_of_shard(name: str) -> Callable[..., Any]:
 
 
 def _attribute_of_graph(name: str) -> Callable[..., Any]:
-    return lambda tensor: getattr((tensor if tensor._taken is None else tensor.current())._local, name)
+    return lambda tensor: getattr(
+        (tensor if tensor._taken is None else tensor.current())._local, name
+    )
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
-    return lambda tensor, *args, **kwargs: getattr(tensor.redistribute()._local.detach(), name)(*args, **kwargs)
+    return lambda tensor, *args, **kwargs: getattr(
+        tensor.redistribute()._local.detach(), name
+    )(*args, **kwargs)
 
 
 def _of_own_whole(name: str) -> Callable[..., Any]:
     """For what shares memory with its result."""
-    return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(*args, **kwargs)
+    return lambda tensor, *args, **kwargs: getattr(tensor.full_tensor().detach(), name)(
+        *args, **kwargs
+    )
 
 
 def _stride(tensor: DTensorBase, dim: int | None = None) -> Any:
@@ -449,7 +536,9 @@ def _stride(tensor: DTensorBase, dim: int | None = None) -> Any:
 
 
 def _dim_order(tensor: DTensorBase, **kwargs: Any) -> Any:
-    return torch.empty_strided(tensor._shape, _stride(tensor), device="meta").dim_order(**kwargs)
+    return torch.empty_strided(tensor._shape, _stride(tensor), device="meta").dim_order(
+        **kwargs
+    )
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -468,11 +557,15 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _property("grad").__delete__: lambda tensor: tensor._set_gradient(None),
     _property("grad").__get__: DTensorBase._gradient,
     _property("grad").__set__: DTensorBase._set_gradient,
-    _property("requires_grad").__set__: lambda tensor, value: tensor._require_grad(value) and None,
+    _property("requires_grad").__set__: lambda tensor, value: (
+        tensor._require_grad(value) and None
+    ),
     _property("shape").__get__: lambda tensor: tensor._shape,
     torch.Tensor.__len__: lambda tensor: tensor._shape[0],
     torch.Tensor.__format__: lambda tensor, spec: (
-        tensor.redistribute()._local.detach().__format__(spec) if not tensor._shape else object.__format__(tensor, spec)
+        tensor.redistribute()._local.detach().__format__(spec)
+        if not tensor._shape
+        else object.__format__(tensor, spec)
     ),
 }
 for _name in (
@@ -489,14 +582,22 @@ for _name in (
     "storage_offset",
 ):  # fmt: skip
     _OWN[getattr(torch.Tensor, _name)] = _of_shard(_name)
-_OWN |= {getattr(torch, name): _OWN[getattr(torch.Tensor, name)] for name in ("is_complex", "is_floating_point")}
-_OWN |= {getattr(torch, name): _of_shard(name) for name in ("is_inference", "is_conj", "is_neg", "is_signed")}
+_OWN |= {
+    getattr(torch, name): _OWN[getattr(torch.Tensor, name)]
+    for name in ("is_complex", "is_floating_point")
+}
+_OWN |= {
+    getattr(torch, name): _of_shard(name)
+    for name in ("is_inference", "is_conj", "is_neg", "is_signed")
+}
 for _name in ("dim", "ndimension", "nelement", "numel", "size", "is_same_size"):
     _OWN[getattr(torch.Tensor, _name)] = _of_wrapper(getattr(torch.Tensor, _name))
 _OWN[torch.Tensor.stride] = _stride
 _OWN[torch.Tensor.dim_order] = _dim_order
 _OWN[torch.numel] = _of_wrapper(torch.numel)
-_OWN[torch._has_compatible_shallow_copy_type] = _of_wrapper(torch._has_compatible_shallow_copy_type)
+_OWN[torch._has_compatible_shallow_copy_type] = _of_wrapper(
+    torch._has_compatible_shallow_copy_type
+)
 for _name in (
     "layout",
     "name",

@@ -54,7 +54,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         try:
             found = group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):  # no backend for that device, or one without options
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # no backend for that device, or one without options
             continue
         if isinstance(found, timedelta):
             return found
@@ -77,13 +80,20 @@ class Handle:
     """An operation under way: ``wait()`` returns when its tensor may be read, or raises a CommunicationError."""
 
     def __init__(
-        self, work: Any, collective: str, group: dist.ProcessGroup, finish: Any = None, peer: int | None = None
+        self,
+        work: Any,
+        collective: str,
+        group: dist.ProcessGroup,
+        finish: Any = None,
+        peer: int | None = None,
     ) -> None:
         self._work = work
         self._collective = collective
         self._group = group
         self._finish = finish
-        self._peer = peer  # the one other rank that takes part, in point-to-point communication
+        self._peer = (
+            peer  # the one other rank that takes part, in point-to-point communication
+        )
         self._number, compared = order.last(group) if peer is None else (0, False)
         self._waiting = order.Wait(group) if compared else None
 
@@ -95,7 +105,9 @@ class Handle:
                 with waiting_in(self._collective, self._group):
                     self._complete(work)
             except BACKEND_ERRORS as error:
-                raise explain(error, self._collective, self._group, self._peer, self._number) from error
+                raise explain(
+                    error, self._collective, self._group, self._peer, self._number
+                ) from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -117,7 +129,9 @@ class Handle:
 
     def _has_ended(self, work: Any, waiting: order.Wait) -> bool:
         """Whether an operation has ended meanwhile; raises what it failed with, or why it cannot complete."""
-        if work.is_completed():  # with an error of its own, or just now, after the wait had timed out
+        if (
+            work.is_completed()
+        ):  # with an error of its own, or just now, after the wait had timed out
             work.wait()
             return True
         try:
@@ -126,7 +140,9 @@ class Handle:
             return False  # nothing can be learnt; the backend ends the wait in time
         except BaseException as error:
             # Ranks that have left may have completed it first, and what they sent is still on its way.
-            if isinstance(error, order.RanksLeftError) and _completes(work, ANSWER_SECONDS):
+            if isinstance(error, order.RanksLeftError) and _completes(
+                work, ANSWER_SECONDS
+            ):
                 return True
             _keep_for_ever(self._group)
             raise
@@ -155,17 +171,25 @@ def _keep_for_ever(group: dist.ProcessGroup) -> None:
 
 
 def explain(
-    error: BaseException, collective: str, group: dist.ProcessGroup, peer: int | None = None, number: int = 0
+    error: BaseException,
+    collective: str,
+    group: dist.ProcessGroup,
+    peer: int | None = None,
+    number: int = 0,
 ) -> CommunicationError:
     """The CommunicationError for a backend's error in ``collective`` on ``group``, or with one ``peer`` of it."""
     if isinstance(error, CommunicationError):
         return error
-    if not isinstance(error, order.RanksLeftError):  # others may have left since, because of these
+    if not isinstance(
+        error, order.RanksLeftError
+    ):  # others may have left since, because of these
         error = _known_failure(group) or error
     if isinstance(error, CommunicationError):
         return error
     rank = dist.get_rank()
-    ranks = dist.get_process_group_ranks(group) if peer is None else sorted([rank, peer])
+    ranks = (
+        dist.get_process_group_ranks(group) if peer is None else sorted([rank, peer])
+    )
     notes = _exchange_notes(_notes_key(group), rank, ranks, collective)
     return _communication_error(error, collective, group, ranks, notes, number)
 
@@ -177,9 +201,13 @@ def _known_failure(group: dist.ProcessGroup) -> RuntimeError | None:
         return None  # the store has ended, or does not answer
 
 
-def explain_group(error: BaseException, ranks: list[int], notes_key: str) -> CommunicationError:
+def explain_group(
+    error: BaseException, ranks: list[int], notes_key: str
+) -> CommunicationError:
     """A CommunicationError for a group of ``ranks`` that could not be made."""
-    notes = _exchange_notes(notes_key, dist.get_rank(), ranks, "the creation of the group")
+    notes = _exchange_notes(
+        notes_key, dist.get_rank(), ranks, "the creation of the group"
+    )
     return _communication_error(error, "the creation of the group", None, ranks, notes)
 
 
@@ -208,7 +236,9 @@ class Lookout(threading.Thread):
 
     def _note(self, collective: str, group: dist.ProcessGroup) -> None:
         try:
-            store = dist.PrefixStore(_notes_key(group), distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+            store = dist.PrefixStore(  # type: ignore[attr-defined]
+                _notes_key(group), distributed_c10d._get_default_store()
+            )
             if store.check([_FAILED]):
                 store.set(str(dist.get_rank()), collective)
         except (*BACKEND_ERRORS, ValueError):
@@ -234,10 +264,14 @@ def end_lookout() -> None:
         _lookout.end()
 
 
-def _exchange_notes(key: str, rank: int, ranks: list[int], note: str) -> dict[int, str] | None:
+def _exchange_notes(
+    key: str, rank: int, ranks: list[int], note: str
+) -> dict[int, str] | None:
     """The notes of the group's ranks, this one's included; None if the store does not answer."""
     try:
-        return ask_store(lambda: _read_notes(key, rank, ranks, note), NOTE_SECONDS + ANSWER_SECONDS)
+        return ask_store(
+            lambda: _read_notes(key, rank, ranks, note), NOTE_SECONDS + ANSWER_SECONDS
+        )
     except BACKEND_ERRORS:
         return None
 
@@ -266,4 +300,14 @@ def _communication_error(
     missing = None if notes is None else tuple(r for r in ranks if r not in notes)
     name = None if group is None else group.group_name
     axis = axis_of(ranks if group is None else dist.get_process_group_ranks(group))
-    return unfinished(dist.get_rank(), collective, name, ranks, missing, notes or {}, error, number=number, axis=axis)
+    return unfinished(
+        dist.get_rank(),
+        collective,
+        name,
+        ranks,
+        missing,
+        notes or {},
+        error,
+        number=number,
+        axis=axis,
+    )

@@ -23,11 +23,15 @@ def take_meshes(*, loads: bool) -> None:
 
     @functools.wraps(usual)
     def resolve(group: Any, tag: str = "") -> Any:
-        mesh, axis = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+        mesh, axis = (
+            group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+        )
         return mesh.get_group(axis) if _is_ours(mesh) else usual(group, tag)
 
     _functional_collectives._resolve_group = resolve
 
 
 def _is_ours(mesh: Any) -> bool:
-    return type(mesh).__module__.startswith("hyper_parallel.") and hasattr(mesh, "get_group")
+    return type(mesh).__module__.startswith("hyper_parallel.") and hasattr(
+        mesh, "get_group"
+    )

@@ -45,10 +45,14 @@ def carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensor itself, or, for a dtype that gloo does not know, its bytes, in as many rows."""
     if tensor.dtype in DTYPES or not is_used(group, tensor):
         return tensor
-    return (tensor if tensor.dim() > 1 else tensor.view(tensor.numel(), 1)).view(torch.uint8)
+    return (tensor if tensor.dim() > 1 else tensor.view(tensor.numel(), 1)).view(
+        torch.uint8
+    )
 
 
-def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def all_gather(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> Any:
     """Starts an all-gather of ``source`` into ``output``, joined along dim 0; returns what to wait for."""
     count, rank = group.size(), group.rank()
     if is_small(source):
@@ -64,12 +68,16 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
     return SeveralWorks(works)
 
 
-def reduce_pieces(pieces: torch.Tensor, op: str, output: torch.Tensor | None = None) -> torch.Tensor:
+def reduce_pieces(
+    pieces: torch.Tensor, op: str, output: torch.Tensor | None = None
+) -> torch.Tensor:
     """Reduces over dim 0 of stacked pieces, in rank order, in the dtype of the pieces; outside the graph."""
     with torch.no_grad():
         if op in ("sum", "prod"):
             dtype = pieces.dtype  # else small integers are widened
-            return (torch.sum if op == "sum" else torch.prod)(pieces, 0, dtype=dtype, out=output)
+            return (torch.sum if op == "sum" else torch.prod)(
+                pieces, 0, dtype=dtype, out=output
+            )
         reduce: Any = {"avg": torch.mean, "max": torch.amax, "min": torch.amin}[op]
         return reduce(pieces, 0, out=output)
 
@@ -118,7 +126,9 @@ class SeveralWorks:
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for work in self._works:
-            left = max(deadline - time.monotonic(), 0.001)  # no time at all would mean as long as the group has
+            left = max(
+                deadline - time.monotonic(), 0.001
+            )  # no time at all would mean as long as the group has
             work.wait(timedelta(seconds=left))
 
     def is_completed(self) -> bool:

@@ -25,11 +25,20 @@ class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
 
     def accumulates_gradient(self, leaf: Any) -> bool:
-        if not leaf.is_leaf or torch.is_grad_enabled() or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        if (
+            not leaf.is_leaf
+            or torch.is_grad_enabled()
+            or leaf._backward_hooks
+            or leaf._post_accumulate_grad_hooks
+        ):
             return False
         try:
-            return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-        except RuntimeError:  # torch does not tell within autograd.grad, where nothing is accumulated
+            return torch._C._will_engine_execute_node(
+                torch.autograd.graph.get_gradient_edge(leaf).node
+            )
+        except (
+            RuntimeError
+        ):  # torch does not tell within autograd.grad, where nothing is accumulated
             return False
 
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
@@ -61,17 +70,28 @@ class Gradients(Platform):
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
             raise ValueError(
-                coded("HP135", f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
+                )
             )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(coded("HP135", f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}"))
+            raise ValueError(
+                coded(
+                    "HP135",
+                    f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
+                )
+            )
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
         for held in map(_held, _parameters(parameters)):
             if held.grad is not None or held.param.requires_grad:
                 spread[held.ranks].append(held)
         with torch.no_grad():
-            norms = {ranks: _norm(pieces, norm_type, foreach) for ranks, pieces in spread.items()}
+            norms = {
+                ranks: _norm(pieces, norm_type, foreach)
+                for ranks, pieces in spread.items()
+            }
             # Sorted by ranks, so that groups with common members never wait for each other.
             for ranks in sorted(ranks for ranks in norms if ranks):
                 norms[ranks] = self._norm_over(ranks, norms[ranks], norm_type)
@@ -86,12 +106,18 @@ class Gradients(Platform):
                 )
             )
         every: Any = [held for pieces in spread.values() for held in pieces]
-        nn.utils.clip_grads_with_norm_(every, max_norm, total, foreach)  # it asks for nothing but ``grad``
+        nn.utils.clip_grads_with_norm_(
+            every, max_norm, total, foreach
+        )  # it asks for nothing but ``grad``
         return total
 
-    def _norm_over(self, ranks: Sequence[int], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+    def _norm_over(
+        self, ranks: Sequence[int], norm: torch.Tensor, norm_type: float
+    ) -> torch.Tensor:
         # One number a rank is gathered, not reduced: a maximum between ranks may lose a nan.
-        gathered = self.all_gather_into_tensor(norm.reshape(1), self.create_group(ranks))
+        gathered = self.all_gather_into_tensor(
+            norm.reshape(1), self.create_group(ranks)
+        )
         return torch.linalg.vector_norm(gathered, norm_type)
 
 
@@ -104,7 +130,9 @@ def _parameters(parameters: Any) -> list[torch.Tensor]:
     else:
         found = parameters
     unique = {id(p): p for p in found}
-    wrong = [type(p).__name__ for p in unique.values() if not isinstance(p, torch.Tensor)]
+    wrong = [
+        type(p).__name__ for p in unique.values() if not isinstance(p, torch.Tensor)
+    ]
     if wrong:
         raise TypeError(
             coded(
@@ -137,22 +165,37 @@ def _held(param: Any) -> _Held:
             )
         )
     ranks = layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
-    return _Held(param, None if grad is None else grad._local, tuple(ranks) if len(ranks) > 1 else ())
+    return _Held(
+        param,
+        None if grad is None else grad._local,
+        tuple(ranks) if len(ranks) > 1 else (),
+    )
 
 
-def _norm(pieces: Sequence[_Held], norm_type: float, foreach: bool | None) -> torch.Tensor:
+def _norm(
+    pieces: Sequence[_Held], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
     """The norm of what this rank has; the parameters tell the dtype, so that the ranks agree on it."""
-    dtype = functools.reduce(torch.promote_types, (held.param.dtype for held in pieces), torch.float32)
+    dtype = functools.reduce(
+        torch.promote_types, (held.param.dtype for held in pieces), torch.float32
+    )
     # A maximum of nothing is an error, so empty shards are left out.
-    grads = [held.grad for held in pieces if held.grad is not None and held.grad.numel()]
+    grads = [
+        held.grad for held in pieces if held.grad is not None and held.grad.numel()
+    ]
     if not grads:
         return torch.zeros((), dtype=dtype.to_real(), device=pieces[0].param.device)
     if foreach is False:
-        return _norm_of_norms([torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads], norm_type)
+        return _norm_of_norms(
+            [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in grads],
+            norm_type,
+        )
     return _norm_of_norms(torch._foreach_norm(grads, norm_type, dtype=dtype), norm_type)
 
 
 def _norm_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )

@@ -17,7 +17,13 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.torch import order
-from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, end_lookout, explain_group, longest_wait, timeout_of
+from hyper_parallel.platform.torch.faults import (
+    BACKEND_ERRORS,
+    end_lookout,
+    explain_group,
+    longest_wait,
+    timeout_of,
+)
 from hyper_parallel.platform.torch.functional_groups import take_meshes
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
@@ -54,7 +60,9 @@ class Groups(Platform):
         return dist.get_rank(self._group("get_group_local_rank", group))
 
     def get_process_group_ranks(self, group: Any = None) -> list[int]:
-        return dist.get_process_group_ranks(self._group("get_process_group_ranks", group))
+        return dist.get_process_group_ranks(
+            self._group("get_process_group_ranks", group)
+        )
 
     def get_backend(self, group: Any = None) -> str:
         return str(dist.get_backend(self._group("get_backend", group)))
@@ -75,7 +83,13 @@ class Groups(Platform):
         if dist.is_initialized():
             return
         self._timeout = _as_timedelta(timeout)
-        if init_method is None and store is None and rank < 0 and world_size < 0 and not _is_launched():
+        if (
+            init_method is None
+            and store is None
+            and rank < 0
+            and world_size < 0
+            and not _is_launched()
+        ):
             # A notebook or a plain script: a job of this process alone, which needs no address.
             rank, world_size, store = 0, 1, dist.HashStore()  # type: ignore[attr-defined]
         try:
@@ -122,7 +136,9 @@ class Groups(Platform):
             self._epoch = 0
             self._timeout = None
             return
-        for key in [k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved]:
+        for key in [
+            k for k, g in contract.EXISTING_COMM_GROUPS.items() if g is resolved
+        ]:
             del contract.EXISTING_COMM_GROUPS[key]
         order.forget(resolved)
         dist.destroy_process_group(resolved)
@@ -137,7 +153,10 @@ class Groups(Platform):
     ) -> Any:
         if not split_ranks:
             raise ValueError(
-                coded("HP105", f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}")
+                coded(
+                    "HP105",
+                    f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
+                )
             )
         lists = self._global_rank_lists(parent_pg, split_ranks)
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
@@ -146,14 +165,20 @@ class Groups(Platform):
         if timeout is None and pg_options is None and group_desc is None:
             # The registry serves here too: the same ranks with the same options are the same group.
             return self.create_group(own)
-        return self._new_group(own, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
+        return self._new_group(
+            own, timeout=timeout, pg_options=pg_options, group_desc=group_desc
+        )
 
-    def _global_rank_lists(self, parent_pg: Any, split_ranks: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _global_rank_lists(
+        self, parent_pg: Any, split_ranks: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         parent = self.get_process_group_ranks(parent_pg)
         seen: set[int] = set()
         lists = []
         for ranks in split_ranks:
-            wrong = [r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)]
+            wrong = [
+                r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)
+            ]
             if not ranks or wrong or seen.intersection(ranks):
                 raise ValueError(
                     coded(
@@ -183,13 +208,19 @@ class Groups(Platform):
                 distributed_c10d._get_default_store(),
                 name,
                 backend_options=options.get("pg_options"),
-                timeout=_as_timedelta(options.get("timeout")) or self._timeout or timeout_of(world),
+                timeout=_as_timedelta(options.get("timeout"))
+                or self._timeout
+                or timeout_of(world),
                 device_id=world.bound_device_id,
                 group_desc=options.get("group_desc"),
             )
         except BACKEND_ERRORS as error:
-            raise explain_group(error, list(ranks), f"hyper_parallel/new_group/{name}") from error
-        distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+            raise explain_group(
+                error, list(ranks), f"hyper_parallel/new_group/{name}"
+            ) from error
+        distributed_c10d._world.pg_group_ranks[group] = {
+            rank: i for i, rank in enumerate(ranks)
+        }
         return group
 
     def _group_name(self, ranks: tuple[int, ...]) -> distributed_c10d.GroupName:
@@ -197,7 +228,9 @@ class Groups(Platform):
         if not self._epoch and dist.get_backend() == "fake":
             self._epoch = 1  # nobody is met there, and its store counts nothing
         if not self._epoch:
-            self._epoch = distributed_c10d._get_default_store().add(f"hyper_parallel/epoch/{dist.get_rank()}", 1)
+            self._epoch = distributed_c10d._get_default_store().add(
+                f"hyper_parallel/epoch/{dist.get_rank()}", 1
+            )
         name = f"ranks_{'_'.join(map(str, ranks))}_{self._epoch}.{self._generations[ranks]}"
         self._generations[ranks] += 1
         return distributed_c10d.GroupName(name)
@@ -212,7 +245,10 @@ class Groups(Platform):
         device = self.device_type()
         if device not in BACKEND_OF_DEVICE:
             raise ValueError(
-                coded("HP106", f"init_process_group: no default backend for device {device!r}; pass backend=")
+                coded(
+                    "HP106",
+                    f"init_process_group: no default backend for device {device!r}; pass backend=",
+                )
             )
         return BACKEND_OF_DEVICE[device]
 
@@ -221,7 +257,10 @@ class Groups(Platform):
         if group is None:
             if not dist.is_initialized():
                 raise RuntimeError(
-                    coded("HP103", f"{call}: there is no process group; call init_process_group() first")
+                    coded(
+                        "HP103",
+                        f"{call}: there is no process group; call init_process_group() first",
+                    )
                 )
             return distributed_c10d._get_default_group()
         if isinstance(group, dist.ProcessGroup):
@@ -233,7 +272,12 @@ class Groups(Platform):
         if callable(getattr(group, "get_group", None)):
             return self._group(call, group.get_group())
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(coded("HP104", f"{call}: rank {self.get_rank()} is not a member of that group"))
+            raise ValueError(
+                coded(
+                    "HP104",
+                    f"{call}: rank {self.get_rank()} is not a member of that group",
+                )
+            )
         raise TypeError(
             coded(
                 "HP104",
@@ -242,9 +286,20 @@ class Groups(Platform):
             )
         )
 
-    def new_store(self, port: int = 0, *, is_master: bool, host: str = "127.0.0.1", timeout: float = 60.0) -> Any:
+    def new_store(
+        self,
+        port: int = 0,
+        *,
+        is_master: bool,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
         )
 
     def prefix_store(self, prefix: str, store: Any) -> Any:
@@ -253,7 +308,10 @@ class Groups(Platform):
 
 def _is_launched() -> bool:
     """Whether anything in the environment speaks of a job that this process is a rank of."""
-    return any(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return any(
+        name in os.environ
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
 
 
 def _as_timedelta(timeout: Any) -> timedelta | None:
@@ -261,4 +319,9 @@ def _as_timedelta(timeout: Any) -> timedelta | None:
         return timeout
     if isinstance(timeout, (int, float)) and timeout > 0:
         return timedelta(seconds=timeout)
-    raise ValueError(coded("HP106", f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}"))
+    raise ValueError(
+        coded(
+            "HP106",
+            f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
+        )
+    )

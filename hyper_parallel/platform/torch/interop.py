@@ -27,26 +27,46 @@ class Interop(Platform):
         from torch.distributed.device_mesh import DeviceMesh
 
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(coded("HP228", f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}"))
+            raise TypeError(
+                coded(
+                    "HP228",
+                    f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}",
+                )
+            )
         groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else ()
-        return NativeMesh(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, tuple(groups))
+        return NativeMesh(
+            mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, tuple(groups)
+        )
 
     def to_native_mesh(self, parts: NativeMesh) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
         if len(parts.groups) == 1:
-            return DeviceMesh.from_group(parts.groups[0], parts.device_type, parts.ranks, mesh_dim_names=parts.names)
+            return DeviceMesh.from_group(
+                parts.groups[0],
+                parts.device_type,
+                parts.ranks,
+                mesh_dim_names=parts.names,
+            )
         # torch wants names where there are several axes; their numbers are what a layout calls them.
         names = parts.names or tuple(map(str, range(len(parts.groups))))
-        return DeviceMesh.from_group(list(parts.groups), parts.device_type, parts.ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            list(parts.groups), parts.device_type, parts.ranks, mesh_dim_names=names
+        )
 
     def from_native_dtensor(self, tensor: Any) -> NativeTensor:
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
+        from torch.distributed._functional_collectives import (
+            AsyncCollectiveTensor,
+            wait_tensor,
+        )
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
             raise TypeError(
-                coded("HP228", f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
+                coded(
+                    "HP228",
+                    f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}",
+                )
             )
         if tensor.is_leaf:
             with torch.no_grad():
@@ -59,7 +79,11 @@ class Interop(Platform):
             local = local.detach().requires_grad_(tensor.requires_grad)
         placements = _placements(tensor._spec)
         return NativeTensor(
-            local, tensor.device_mesh, placements, tuple(tensor.shape), isinstance(tensor, nn.Parameter)
+            local,
+            tensor.device_mesh,
+            placements,
+            tuple(tensor.shape),
+            isinstance(tensor, nn.Parameter),
         )
 
     def to_native_dtensor(self, parts: NativeTensor) -> Any:
@@ -89,7 +113,12 @@ class Interop(Platform):
 
 def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
     """A shard's split factor, by which torch tells that an axis is not the outer one; or the order tells it."""
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import (
+        Partial,
+        Replicate,
+        Shard,
+        _StridedShard,
+    )
 
     order = {entry.tensor_dim: entry.mesh_dims for entry in spec.shard_order or ()}
     found: list[tuple[Any, ...]] = []
@@ -97,13 +126,21 @@ def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
         if type(placement) is Shard:
             axes = order.get(placement.dim, (axis,))
             outer = axes[: axes.index(axis)]
-            found.append(("shard", placement.dim, math.prod(spec.mesh.size(a) for a in outer if a > axis)))
+            found.append(
+                (
+                    "shard",
+                    placement.dim,
+                    math.prod(spec.mesh.size(a) for a in outer if a > axis),
+                )
+            )
         elif type(placement) is _StridedShard and spec.use_strided_shard_as_shard_order:
             found.append(("shard", placement.dim, int(placement.split_factor)))
         elif type(placement) is Replicate:
             found.append(("replicate",))
         elif type(placement) is Partial:
-            found.append(("partial", _OPS.get(placement.reduce_op, placement.reduce_op)))
+            found.append(
+                ("partial", _OPS.get(placement.reduce_op, placement.reduce_op))
+            )
         else:
             raise ValueError(
                 coded(
@@ -116,9 +153,18 @@ def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def _native_placement(kind: str, *details: Any) -> Any:
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import (
+        Partial,
+        Replicate,
+        Shard,
+        _StridedShard,
+    )
 
     if kind == "shard":
         dim, factor = details
         return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
-    return Partial(*(_OPS_OF_TORCH.get(op, op) for op in details)) if kind == "partial" else Replicate()
+    return (
+        Partial(*(_OPS_OF_TORCH.get(op, op) for op in details))
+        if kind == "partial"
+        else Replicate()
+    )

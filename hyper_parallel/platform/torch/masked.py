@@ -21,7 +21,11 @@ from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 def _dispatched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def masked(*args: Any, **kwargs: Any) -> Any:
-        distributed = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensorBase)]
+        distributed = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, DTensorBase)
+        ]
         if not distributed:
             return function(*args, **kwargs)
         return type(distributed[0]).dispatch(masked, args, kwargs)

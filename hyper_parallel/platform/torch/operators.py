@@ -88,7 +88,16 @@ _SAME_AS = {
 }
 
 # In place they fill a tensor with random numbers; the names without "_" are other operators, or none.
-_FILLS = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+_FILLS = {
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+}
 
 # Operators on lists of tensors: with "_" at the end and without it they are two operators.
 _LISTS = ("_foreach_", "_fused_", "_amp_")
@@ -118,7 +127,10 @@ def called(func: Any) -> Called:
     if isinstance(func, torch._ops.OpOverloadPacket):
         return _called_in_ops(func)
     name = getattr(func, "__name__", type(func).__name__)
-    if name in ("__get__", "__set__"):  # a property such as Tensor.T, which arrives as its getter
+    if name in (
+        "__get__",
+        "__set__",
+    ):  # a property such as Tensor.T, which arrives as its getter
         return Called(func.__self__.__name__, False, None)
     if getattr(func, "__module__", None) == "torch.nn.init":
         return Called("init", True, _parameters(func))
@@ -131,7 +143,11 @@ def _called_in_ops(packet: Any) -> Called:
     namespace, _, name = packet._qualified_op_name.partition("::")
     if namespace != "aten":
         return Called(f"{namespace}::{name}", False, None)
-    return Called(name, name.endswith("_"), None) if name.startswith(_LISTS) else _spelled(name, None)
+    return (
+        Called(name, name.endswith("_"), None)
+        if name.startswith(_LISTS)
+        else _spelled(name, None)
+    )
 
 
 def _spelled(name: str, parameters: tuple[str, ...] | None) -> Called:
@@ -162,17 +178,27 @@ def named(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Where functions are found by their names; those of torch.fft and torch.linalg call themselves fft_* and linalg_*.
-_ROOMS = (F, torch, torch.Tensor, torch.linalg, *(getattr(torch._C, name) for name in ("_fft", "_linalg", "_nn")))
+_ROOMS = (
+    F,
+    torch,
+    torch.Tensor,
+    torch.linalg,
+    *(getattr(torch._C, name) for name in ("_fft", "_linalg", "_nn")),
+)
 
 
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
     """The function of torch that an operator's name stands for."""
     for room in _ROOMS:
-        found = getattr(room, f"__{name}__" if name in ("getitem", "setitem") else name, None)
+        found = getattr(
+            room, f"__{name}__" if name in ("getitem", "setitem") else name, None
+        )
         if callable(found):
             return found
-    if not name.startswith("__") and hasattr(torch.ops.aten, name):  # such as _grouped_mm, which only others call
+    if not name.startswith("__") and hasattr(
+        torch.ops.aten, name
+    ):  # such as _grouped_mm, which only others call
         packet: Callable[..., Any] = getattr(torch.ops.aten, name)
         return packet
     raise AttributeError(f"torch has no operator {name!r}")

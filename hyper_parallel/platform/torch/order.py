@@ -49,7 +49,9 @@ class Standing:
     def __init__(self) -> None:
         self.number = 0  # of the last collective, from 1
         self.compared = False  # whether that one was
-        self.issued: dict[int, str] = {}  # number -> what and where, of the recent ones that were compared
+        self.issued: dict[
+            int, str
+        ] = {}  # number -> what and where, of the recent ones that were compared
         self.needs_all = False  # whether a circle is looked for: the last one cannot complete without every rank
         self.store: Any = None
 
@@ -80,7 +82,9 @@ def is_comparable(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and dist.get_backend(group) != "fake"
 
 
-def compare(group: dist.ProcessGroup, call: Call, seconds: float, *, seeks_circles: bool) -> None:
+def compare(
+    group: dist.ProcessGroup, call: Call, seconds: float, *, seeks_circles: bool
+) -> None:
     """A CommunicationError if another rank has issued another collective in this one's place.
 
     ``seconds``: that the store may take to answer. ``seeks_circles``: whether its wait looks for ranks that wait for
@@ -89,16 +93,22 @@ def compare(group: dist.ProcessGroup, call: Call, seconds: float, *, seeks_circl
     standing = _standings[group]
     number = standing.number
     standing.compared = True
-    standing.needs_all = seeks_circles and call.name != "broadcast" and call.sends is None
+    standing.needs_all = (
+        seeks_circles and call.name != "broadcast" and call.sends is None
+    )
     _threads.add(threading.get_ident())
     standing.issued[number] = f"{call} at {users_line() or 'a line of the framework'}"
     standing.issued.pop(number - RECENT, None)
     described = f"{call.name}({', '.join(map(str, call.facts))})"
     own = [group.rank(), described, call.sends, call.receives]
-    ask_store(lambda: _compare_in_store(group, standing, number, own), seconds + NOTE_SECONDS)
+    ask_store(
+        lambda: _compare_in_store(group, standing, number, own), seconds + NOTE_SECONDS
+    )
 
 
-def _compare_in_store(group: dist.ProcessGroup, standing: Standing, number: int, own: list[Any]) -> None:
+def _compare_in_store(
+    group: dist.ProcessGroup, standing: Standing, number: int, own: list[Any]
+) -> None:
     store = _store_of(group, standing)
     first = json.loads(store.compare_set(str(number), "", json.dumps(own)))
     if not _fit(own, first):
@@ -116,7 +126,10 @@ def _fit(own: list[Any], other: list[Any]) -> bool:
         return False
     if sends is None or place == their_place:
         return True
-    does_fit: bool = sends[their_place] == their_receives[place] and receives[their_place] == their_sends[place]
+    does_fit: bool = (
+        sends[their_place] == their_receives[place]
+        and receives[their_place] == their_sends[place]
+    )
     return does_fit
 
 
@@ -139,10 +152,14 @@ class Wait:
             return
         store, rank = distributed_c10d._get_default_store(), dist.get_rank()
         if not self.is_told:
-            store.set(_waits_key(rank), json.dumps(_standing_of(self._group, self._number)))
+            store.set(
+                _waits_key(rank), json.dumps(_standing_of(self._group, self._number))
+            )
             self.is_told = True
         circle = _circle(store, rank)
-        if circle and circle == self._circle:  # it was there all the time between two looks
+        if (
+            circle and circle == self._circle
+        ):  # it was there all the time between two looks
             store.set(
                 f"{_job}/{_CIRCLE}", json.dumps(circle)
             )  # the first that is told may leave before the others look
@@ -152,11 +169,15 @@ class Wait:
     def end(self) -> None:
         """The collective is complete."""
         if self.is_told:
-            distributed_c10d._get_default_store().delete_key(_waits_key(dist.get_rank()))
+            distributed_c10d._get_default_store().delete_key(
+                _waits_key(dist.get_rank())
+            )
 
 
 def _told_circle(circle: list[tuple[int, str]]) -> CommunicationError:
-    return in_a_circle(dist.get_rank(), [(rank, json.loads(told)) for rank, told in circle])
+    return in_a_circle(
+        dist.get_rank(), [(rank, json.loads(told)) for rank, told in circle]
+    )
 
 
 def _waits_key(rank: int) -> str:
@@ -172,7 +193,9 @@ def _standing_of(group: dist.ProcessGroup, number: int) -> dict[str, Any]:
         "axis": axis_of(ranks),
         "number": number,
         "issued": _standings[group].issued[number],
-        "counts": {each.group_name: standing.number for each, standing in _standings.items()},
+        "counts": {
+            each.group_name: standing.number for each, standing in _standings.items()
+        },
     }
 
 
@@ -200,7 +223,11 @@ def _circle(store: Any, rank: int) -> list[tuple[int, str]]:
         standing = json.loads(own)
         for other in standing["ranks"]:
             theirs = waits(other)
-            is_missing = theirs and json.loads(theirs)["counts"].get(standing["group"], 0) < standing["number"]
+            is_missing = (
+                theirs
+                and json.loads(theirs)["counts"].get(standing["group"], 0)
+                < standing["number"]
+            )
             if is_missing and (found := follow(other)):
                 return found
         path.pop()
@@ -222,7 +249,11 @@ def failure(group: dist.ProcessGroup) -> RuntimeError | None:
         if dist.get_rank() in dict(circle):
             return _told_circle(circle)
     if store.check([f"{_job}/{_LEFT}"]):
-        gone = [r for r in dist.get_process_group_ranks(group) if store.check([f"{_job}/{_LEFT}/{r}"])]
+        gone = [
+            r
+            for r in dist.get_process_group_ranks(group)
+            if store.check([f"{_job}/{_LEFT}/{r}"])
+        ]
         if gone:
             return RanksLeftError(f"ranks {gone} have left the job")
     return None
@@ -232,7 +263,9 @@ def end_order() -> None:
     """Tells those that still wait that this rank leaves the job, if its collectives were compared."""
     global _job  # noqa: PLW0603 - one job a process
     if _job:
-        with suppress(RuntimeError):  # the rank that hosts the store has ended before, or does not answer
+        with suppress(
+            RuntimeError
+        ):  # the rank that hosts the store has ended before, or does not answer
             ask_store(_tell_that_this_rank_leaves, NOTE_SECONDS)
     forget_silence()
     _job = ""
@@ -264,13 +297,21 @@ def _store_of(group: dist.ProcessGroup, standing: Standing) -> Any:
 
 def _parted(group: dist.ProcessGroup, standing: Standing) -> CommunicationError:
     """The error, when the ranks have told each other what they issued."""
-    store, rank, ranks = standing.store, dist.get_rank(), dist.get_process_group_ranks(group)
+    store, rank, ranks = (
+        standing.store,
+        dist.get_rank(),
+        dist.get_process_group_ranks(group),
+    )
     number = int(store.get(_PARTED))
     if number in standing.issued:
         store.set(f"issued/{rank}", standing.issued[number])
     deadline = time.monotonic() + NOTE_SECONDS
-    while len(present := [r for r in ranks if store.check([f"issued/{r}"])]) < len(ranks):
+    while len(present := [r for r in ranks if store.check([f"issued/{r}"])]) < len(
+        ranks
+    ):
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    return parted(rank, number, ranks, {r: store.get(f"issued/{r}").decode() for r in present})
+    return parted(
+        rank, number, ranks, {r: store.get(f"issued/{r}").decode() for r in present}
+    )

@@ -30,11 +30,17 @@ def load_onto_mesh(module: nn.Module) -> None:
         module._register_load_state_dict_pre_hook(_distribute_entries, with_module=True)
 
 
-def _distribute_entries(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+def _distribute_entries(
+    module: nn.Module, state_dict: Any, prefix: str, *_: Any
+) -> None:
     """Puts this module's entries into the layouts of its own tensors; other shapes are left for torch to refuse."""
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         given = state_dict.get(prefix + name)
-        if isinstance(own, DTensorBase) and isinstance(given, torch.Tensor) and given.shape == own.shape:
+        if (
+            isinstance(own, DTensorBase)
+            and isinstance(given, torch.Tensor)
+            and given.shape == own.shape
+        ):
             state_dict[prefix + name] = _lying_as(own, given)
 
 
@@ -76,8 +82,14 @@ def note_replaced(module: nn.Module, name: str, old: Any, new: Any) -> None:
 def _refuse_replaced(optimizer: Any, *_: Any) -> None:
     if _REPLACEMENTS.seen.get(optimizer) == _REPLACEMENTS.count:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    replaced = [vars(parameter)[_REPLACED] for parameter in parameters if _REPLACED in vars(parameter)]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    replaced = [
+        vars(parameter)[_REPLACED]
+        for parameter in parameters
+        if _REPLACED in vars(parameter)
+    ]
     if replaced:
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
         raise RuntimeError(

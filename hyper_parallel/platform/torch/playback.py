@@ -42,9 +42,13 @@ def ordered(steps: Sequence[Step], wanted: Set[int]) -> Iterator[Move]:
     """All steps that draw and those that the wanted storages need, in the order in which they should be run."""
     needed = _needed(steps, wanted)
     before = _dependencies(steps, needed)
-    last_draw: dict[int, int] = {}  # the last one among a step and all that must come before it
+    last_draw: dict[
+        int, int
+    ] = {}  # the last one among a step and all that must come before it
     for i in needed:
-        last_draw[i] = i if steps[i].draws else max((last_draw[j] for j in before[i]), default=-1)
+        last_draw[i] = (
+            i if steps[i].draws else max((last_draw[j] for j in before[i]), default=-1)
+        )
     finals = {number: i for i in needed for number in steps[i].writes & wanted}
     targets = {*finals.values(), *(i for i in needed if steps[i].draws)}
     order: dict[int, None] = {}
@@ -54,8 +58,16 @@ def ordered(steps: Sequence[Step], wanted: Set[int]) -> Iterator[Move]:
     touches = Counter(life for i in needed for life in lives[i])
     for i in order:
         touches.subtract(lives[i])
-        dropped = frozenset(number for number, life in lives[i] if not touches[number, life])
-        yield Move(i, frozenset(number for number in steps[i].writes & wanted if finals[number] == i), dropped)
+        dropped = frozenset(
+            number for number, life in lives[i] if not touches[number, life]
+        )
+        yield Move(
+            i,
+            frozenset(
+                number for number in steps[i].writes & wanted if finals[number] == i
+            ),
+            dropped,
+        )
 
 
 def _needed(steps: Sequence[Step], wanted: Set[int]) -> list[int]:
@@ -71,7 +83,9 @@ def _needed(steps: Sequence[Step], wanted: Set[int]) -> list[int]:
 def _dependencies(steps: Sequence[Step], needed: Sequence[int]) -> dict[int, set[int]]:
     """For each step those that must come before it: who wrote what it touches, and who read what it writes."""
     before: dict[int, set[int]] = {}
-    touching: dict[int, set[int]] = defaultdict(set)  # the last writer and those who have read since
+    touching: dict[int, set[int]] = defaultdict(
+        set
+    )  # the last writer and those who have read since
     writer: dict[int, int] = {}
     for i in needed:
         reads, writes = steps[i].reads, steps[i].writes
@@ -84,7 +98,9 @@ def _dependencies(steps: Sequence[Step], needed: Sequence[int]) -> dict[int, set
     return before
 
 
-def _closure(target: int, before: dict[int, set[int]], done: dict[int, None]) -> set[int]:
+def _closure(
+    target: int, before: dict[int, set[int]], done: dict[int, None]
+) -> set[int]:
     found, todo = set(), [target]
     while todo:
         i = todo.pop()
@@ -94,11 +110,15 @@ def _closure(target: int, before: dict[int, set[int]], done: dict[int, None]) ->
     return found
 
 
-def _lives(steps: Sequence[Step], needed: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def _lives(
+    steps: Sequence[Step], needed: Sequence[int]
+) -> dict[int, list[tuple[int, int]]]:
     """For each step the (storage, life) that it touches; a life begins where nothing older remains."""
     life: Counter[int] = Counter()
     found = {}
     for i in needed:
         life.update(steps[i].fresh)
-        found[i] = [(number, life[number]) for number in steps[i].reads | steps[i].writes]
+        found[i] = [
+            (number, life[number]) for number in steps[i].reads | steps[i].writes
+        ]
     return found

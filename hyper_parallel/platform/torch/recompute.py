@@ -35,11 +35,16 @@ class Recompute(Platform):
         return torch_checkpoint.noop_context_fn
 
     def ckpt_wrapper(
-        self, module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any
+        self,
+        module: Any,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **checkpoint_fn_kwargs: Any,
     ) -> CheckpointWrapper:
         return CheckpointWrapper(module, checkpoint_fn, **checkpoint_fn_kwargs)
 
-    def swap_wrapper(self, module: Any, policy_fn: Callable[[Any], bool] | None = None) -> SwapWrapper:
+    def swap_wrapper(
+        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+    ) -> SwapWrapper:
         """Untested on hardware: copies on a side stream, into pinned memory."""
         return SwapWrapper(module, policy_fn)
 
@@ -52,7 +57,9 @@ class Recompute(Platform):
         """
         return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
-    def async_save_on_cpu(self, policy_fn: Callable[[Any], bool] | None = None) -> SwapToHost:
+    def async_save_on_cpu(
+        self, policy_fn: Callable[[Any], bool] | None = None
+    ) -> SwapToHost:
         """Untested on hardware: copies on a side stream, into pinned memory."""
         return SwapToHost(policy_fn)
 
@@ -64,7 +71,8 @@ class Wrapper(nn.Module):
         if not isinstance(module, nn.Module):
             raise ValueError(
                 coded(
-                    "HP136", f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}"
+                    "HP136",
+                    f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}",
                 )
             )
         super().__init__()
@@ -87,7 +95,12 @@ class Wrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """What the wrapped module owns is set there, so that ``wrapper.weight = p`` does not hide the real one."""
         inner = self.__dict__.get("_modules", {}).get(INNER)
-        if inner is not None and name not in self.__dict__ and not hasattr(type(self), name) and _owns(inner, name):
+        if (
+            inner is not None
+            and name not in self.__dict__
+            and not hasattr(type(self), name)
+            and _owns(inner, name)
+        ):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
@@ -102,10 +115,15 @@ class Wrapper(nn.Module):
         return iter(self.inner)
 
     def __bool__(self) -> bool:
-        return bool(self.inner)  # else a module without a length could not be tested for truth
+        return bool(
+            self.inner
+        )  # else a module without a length could not be tested for truth
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """The wrapper and the wrapped module share one name; torch derives all names of parameters from this."""
         memo = set() if memo is None else memo
@@ -128,29 +146,55 @@ class Wrapper(nn.Module):
             state_dict[f"{prefix}{INNER}.{key[len(prefix) :]}"] = state_dict.pop(key)
         self.__dict__["_load_errors"] = error_msgs
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
         )
 
 
 def _restore_names(module: nn.Module, incompatible_keys: Any) -> None:
     errors = module.__dict__.pop("_load_errors", [])
-    for names in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys, errors):
+    for names in (
+        incompatible_keys.missing_keys,
+        incompatible_keys.unexpected_keys,
+        errors,
+    ):
         names[:] = [name.replace(f"{INNER}.", "") for name in names]
 
 
 def _owns(module: nn.Module, name: str) -> bool:
-    own = any(name in names for names in (vars(module), module._parameters, module._buffers, module._modules))
+    own = any(
+        name in names
+        for names in (
+            vars(module),
+            module._parameters,
+            module._buffers,
+            module._modules,
+        )
+    )
     return own or (isinstance(module, Wrapper) and _owns(module.inner, name))
 
 
 class CheckpointWrapper(Wrapper):
     """Runs the module under ``checkpoint_fn(module, *args, **kwargs)``; by default torch's, without reentrance."""
 
-    def __init__(self, module: nn.Module, checkpoint_fn: Callable[..., Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(module)
         if checkpoint_fn is not None and not callable(checkpoint_fn):
             raise ValueError(
-                coded("HP136", f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}")
+                coded(
+                    "HP136",
+                    f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
+                )
             )
         function = checkpoint_fn or torch_checkpoint.checkpoint
         self._is_torchs = function is torch_checkpoint.checkpoint
@@ -175,7 +219,9 @@ def _call_by_position(module: nn.Module, names: tuple[str, ...], *values: Any) -
 class SwapWrapper(Wrapper):
     """Runs the module with its saved activations in host memory; its parameters and buffers stay on the device."""
 
-    def __init__(self, module: nn.Module, policy_fn: Callable[[Any], bool] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, policy_fn: Callable[[Any], bool] | None = None
+    ) -> None:
         super().__init__(module)
         SwapToHost(policy_fn)  # a bad policy is refused here, not in the first forward
         self._policy_fn = policy_fn
@@ -185,4 +231,7 @@ class SwapWrapper(Wrapper):
             return self.inner(*args, **kwargs)
 
     def _context(self) -> AbstractContextManager[Any]:
-        return SwapToHost(self._policy_fn, itertools.chain(self.inner.parameters(), self.inner.buffers()))
+        return SwapToHost(
+            self._policy_fn,
+            itertools.chain(self.inner.parameters(), self.inner.buffers()),
+        )

@@ -52,7 +52,10 @@ class SavedInChunks:
                 )
             )
         is_parameter = "_is_param" in self.__dict__
-        return (_rebuild_whole, (type(self), self._local, *self._layout.mesh.__reduce__()[1], is_parameter))
+        return (
+            _rebuild_whole,
+            (type(self), self._local, *self._layout.mesh.__reduce__()[1], is_parameter),
+        )
 
     # --- torch.distributed.checkpoint
 
@@ -70,7 +73,10 @@ class SavedInChunks:
 
         if self._layout.is_partial():
             raise ValueError(
-                coded("HP213", f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first")
+                coded(
+                    "HP213",
+                    f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first",
+                )
             )
         guard_saving()
         properties = metadata.TensorProperties.create_from_tensor(self._local)
@@ -78,7 +84,9 @@ class SavedInChunks:
             planner.WriteItem(
                 index=metadata.MetadataIndex(fqn, chunk.offsets),
                 type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=self._shape),
+                tensor_data=planner.TensorWriteData(
+                    chunk=chunk, properties=properties, size=self._shape
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -91,16 +99,24 @@ class SavedInChunks:
         guard_loading()
         boxes = [box for box, _ in self._boxes()]
         return [
-            ChunkStorageMetadata(torch.Size(offset for offset, _ in box), torch.Size(size for _, size in box))
+            ChunkStorageMetadata(
+                torch.Size(offset for offset, _ in box),
+                torch.Size(size for _, size in box),
+            )
             for box in boxes
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         for box, part in self._boxes():
-            if index.offset is None or tuple(offset for offset, _ in box) == tuple(index.offset):
+            if index.offset is None or tuple(offset for offset, _ in box) == tuple(
+                index.offset
+            ):
                 return self._local.detach()[part]
         raise ValueError(
-            coded("HP220", f"{index.fqn}: rank {self._layout.mesh.rank} has no chunk at {tuple(index.offset)}")
+            coded(
+                "HP220",
+                f"{index.fqn}: rank {self._layout.mesh.rank} has no chunk at {tuple(index.offset)}",
+            )
         )
 
     def _boxes(self) -> Iterator[tuple[Box, tuple[slice, ...]]]:
@@ -108,7 +124,12 @@ class SavedInChunks:
         dims = []
         for spans in self._layout.spans_of(tuple(self._shape)):
             stops = list(itertools.accumulate(size for _, size in spans))
-            dims.append([(span, slice(stop - span[1], stop)) for span, stop in zip(spans, stops, strict=True)])
+            dims.append(
+                [
+                    (span, slice(stop - span[1], stop))
+                    for span, stop in zip(spans, stops, strict=True)
+                ]
+            )
         for pieces in itertools.product(*dims):
             box = tuple(span for span, _ in pieces)
             if self._shape.numel() == 0 or all(size for _, size in box):
@@ -116,7 +137,12 @@ class SavedInChunks:
 
 
 def _rebuild_whole(
-    cls: Any, local: torch.Tensor, device_type: str, ranks: Any, names: Sequence[str] | None, is_parameter: bool
+    cls: Any,
+    local: torch.Tensor,
+    device_type: str,
+    ranks: Any,
+    names: Sequence[str] | None,
+    is_parameter: bool,
 ) -> Any:
     made = cls._on_every_rank(local, device_type, ranks, names)
     if is_parameter:
@@ -152,7 +178,10 @@ class UnpickledHook(functools.partial):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            coded("HP230", f"a model that lies on a mesh cannot be pickled or saved by torch.save(model). {_WAYS_OUT}")
+            coded(
+                "HP230",
+                f"a model that lies on a mesh cannot be pickled or saved by torch.save(model). {_WAYS_OUT}",
+            )
         )
 
 
@@ -165,7 +194,11 @@ def _refuse_shards(read: Any) -> Any:
     def checked(tensors: Any, *more: Any, **named: Any) -> Any:
         if not isinstance(tensors, dict):
             return read(tensors, *more, **named)
-        distributed = {name: value for name, value in tensors.items() if isinstance(value, SavedInChunks)}
+        distributed = {
+            name: value
+            for name, value in tensors.items()
+            if isinstance(value, SavedInChunks)
+        }
         for name, value in distributed.items():
             if not value._is_whole_here:
                 raise ValueError(
@@ -183,7 +216,9 @@ def _refuse_shards(read: Any) -> Any:
 
 def guard_safetensors() -> None:
     """Has safetensors refuse shards, of which it would take the memory of this rank for the whole tensor."""
-    module = importlib.import_module("safetensors.torch")  # once there are such tensors, for it takes a while
+    module = importlib.import_module(
+        "safetensors.torch"
+    )  # once there are such tensors, for it takes a while
     # What save and save_file call, by version, and save_model.
     for name in ("_flatten", "_flatten_as_ptr", "_remove_duplicate_names"):
         if hasattr(module, name):

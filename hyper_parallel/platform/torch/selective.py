@@ -53,16 +53,21 @@ def selective_contexts(policy_fn_or_list: Any, allow_mutation: bool) -> tuple[An
 
 def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
     if isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
-        saved = frozenset(itertools.chain.from_iterable(_overloads(op) for op in policy_fn_or_list))
+        saved = frozenset(
+            itertools.chain.from_iterable(_overloads(op) for op in policy_fn_or_list)
+        )
         return lambda _ctx, op, *_args, **_kwargs: op in saved
-    is_operator = isinstance(policy_fn_or_list, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket))
+    is_operator = isinstance(
+        policy_fn_or_list, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+    )
     if is_operator or not callable(policy_fn_or_list):
         raise ValueError(
             coded(
                 "HP136",
                 "create_selective_checkpoint_contexts: expected a policy function (ctx, op, *args, **kwargs) or a list "
                 "of "
-                f"operators to save, got {policy_fn_or_list!r}" + ("; put it in a list" if is_operator else ""),
+                f"operators to save, got {policy_fn_or_list!r}"
+                + ("; put it in a list" if is_operator else ""),
             )
         )
     return policy_fn_or_list
@@ -98,7 +103,9 @@ class _Entry:
     """An operator's output, kept or swapped, and the jump that the operator made in the random numbers, if it drew."""
 
     def __init__(self, out: Any, *, swap: bool, jump: Any) -> None:
-        self._tree = pytree.tree_map_only(torch.Tensor, _swapped if swap else Kept.of, out)
+        self._tree = pytree.tree_map_only(
+            torch.Tensor, _swapped if swap else Kept.of, out
+        )
         self._jump = jump
 
     def take(self, allow_mutation: bool) -> Any:
@@ -106,13 +113,22 @@ class _Entry:
             self._jump()
         return pytree.tree_map_only(
             (Kept, Swapped),
-            lambda held: held.tensor if allow_mutation and isinstance(held, Kept) else held.take(),
+            lambda held: (
+                held.tensor
+                if allow_mutation and isinstance(held, Kept)
+                else held.take()
+            ),
             self._tree,
         )
 
 
 def _swapped(tensor: torch.Tensor) -> Swapped | Kept:
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or tensor.is_meta
+        or not tensor.numel()
+    ):
         return Kept.of(tensor)
     elements, stride, _ = flat_elements(tensor)
     return Swapped(HostCopy(elements), tensor.size(), stride)
@@ -121,27 +137,42 @@ def _swapped(tensor: torch.Tensor) -> Swapped | Kept:
 class _Deciding(TorchDispatchMode):
     """Forward: asks the policy after every operator and keeps what it says."""
 
-    def __init__(self, policy_fn: Callable[..., Any], entries: dict[Any, list[Any]]) -> None:
+    def __init__(
+        self, policy_fn: Callable[..., Any], entries: dict[Any, list[Any]]
+    ) -> None:
         super().__init__()
         self._policy_fn = policy_fn
         self._entries = entries
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         draws = _Draws.of(func, args, kwargs)
         out = func(*args, **kwargs)
-        ctx = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        ctx = torch_checkpoint.SelectiveCheckpointContext(
+            is_recompute=False, op_output=out
+        )
         verdict = _verdict(func, self._policy_fn(ctx, func, *args, **kwargs))
         self._entries[func].append(self._entry(func, verdict, args, kwargs, out, draws))
         return out
 
     @staticmethod
-    def _entry(func: Any, verdict: CheckpointPolicy, args: Any, kwargs: Any, out: Any, draws: _Draws | None) -> Any:
+    def _entry(
+        func: Any,
+        verdict: CheckpointPolicy,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        draws: _Draws | None,
+    ) -> Any:
         # An in-place operator must run again: its output alone would leave the recomputed input unchanged. A view
         # costs nothing to make again, and a copy of it would miss what happens to its base.
-        if verdict is _OURS.MUST_RECOMPUTE or getattr(getattr(func, "_schema", None), "is_mutable", False):
+        if verdict is _OURS.MUST_RECOMPUTE or getattr(
+            getattr(func, "_schema", None), "is_mutable", False
+        ):
             return _AGAIN
         swap = verdict is _OURS.MUST_SWAP
         if swap and _share_memory(out, (args, kwargs)):
@@ -151,7 +182,11 @@ class _Deciding(TorchDispatchMode):
 
 def _share_memory(left: Any, right: Any) -> bool:
     addresses = [
-        {t.untyped_storage()._cdata for t in pytree.tree_leaves(tree) if type(t) in (torch.Tensor, nn.Parameter)}
+        {
+            t.untyped_storage()._cdata
+            for t in pytree.tree_leaves(tree)
+            if type(t) in (torch.Tensor, nn.Parameter)
+        }
         for tree in (left, right)
     ]
     return not addresses[0].isdisjoint(addresses[1])
@@ -170,7 +205,9 @@ class _Recomputing(TorchDispatchMode):
         self._seen.clear()
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in torch_checkpoint.SAC_IGNORED_OPS:
             return func(*args, **kwargs)
@@ -205,7 +242,9 @@ class _Draws:
     An operator that is not run again must still take its numbers, or those after it get the wrong ones.
     """
 
-    def __init__(self, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, get: Callable[[], torch.Tensor], put: Callable[[torch.Tensor], None]
+    ) -> None:
         self._get, self._put = get, put
         self._before = get()
 
@@ -216,13 +255,20 @@ class _Draws:
         generator = kwargs.get("generator")
         if generator is not None:
             return _Draws(generator.get_state, generator.set_state)
-        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        device = torch.device(kwargs.get("device") or next((t.device for t in tensors), "cpu"))
+        tensors = (
+            leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        )
+        device = torch.device(
+            kwargs.get("device") or next((t.device for t in tensors), "cpu")
+        )
         if device.type == "cpu":
             return _Draws(torch.get_rng_state, torch.set_rng_state)
         module = torch.get_device_module(device.type)
         return _Draws(
-            functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+            functools.partial(module.get_rng_state, device),
+            lambda state: module.set_rng_state(state, device),
         )
 
     def jump(self) -> Callable[[], None] | None:

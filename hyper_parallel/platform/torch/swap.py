@@ -28,7 +28,10 @@ def streams_of(device: torch.device) -> Any:
     if device.type == "cpu":
         return None  # torch.cpu has stand-ins for streams, but a copy on a CPU is done when it returns
     module = torch.get_device_module(device.type)
-    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream"))
+    has_streams = all(
+        hasattr(module, name)
+        for name in ("Stream", "Event", "stream", "current_stream")
+    )
     return module if has_streams else None
 
 
@@ -44,7 +47,9 @@ class HostCopy:
     host waiting; the tensor's stream waits for an event before it reads what came back.
     """
 
-    def __init__(self, tensor: torch.Tensor, family: TensorWeakRef | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, family: TensorWeakRef | None = None
+    ) -> None:
         self.family = family
         self.before: weakref.ref[HostCopy] | None = None
         self.taken_in: int | None = None  # the run of backward that last took it
@@ -68,7 +73,9 @@ class HostCopy:
         if event is not None:
             current = self._streams.current_stream(self._device)
             current.wait_event(event)
-            tensor.record_stream(current)  # its memory belongs to the side stream and must outlive this use
+            tensor.record_stream(
+                current
+            )  # its memory belongs to the side stream and must outlive this use
         return tensor
 
     def _start(self) -> tuple[tuple[torch.Tensor, Any], bool]:
@@ -84,7 +91,9 @@ class HostCopy:
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._streams is None:
-            return tensor.to("cpu", copy=True)  # also from a CPU: the original must be free to go
+            return tensor.to(
+                "cpu", copy=True
+            )  # also from a CPU: the original must be free to go
         side = _side_stream(self._device)
         side.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(side):
@@ -129,7 +138,9 @@ class Kept:
     def of(tensor: torch.Tensor) -> Kept:
         # Detached: an output that its own node holds on to would never be freed. The guard lets the alias share the
         # version counter also below autograd, inside a dispatch mode.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.ADInplaceOrView, False
+        ):
             return Kept(tensor.detach(), tensor._version)
 
     def take(self) -> torch.Tensor:
@@ -162,7 +173,8 @@ class SwapToHost:
         if policy_fn is not None and not callable(policy_fn):
             raise ValueError(
                 coded(
-                    "HP136", f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}"
+                    "HP136",
+                    f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
                 )
             )
         self.swapped_tensors = 0
@@ -171,7 +183,9 @@ class SwapToHost:
         self._policy_fn = policy_fn
         self._spared = {pointer for tensor in spared if (pointer := _memory(tensor))}
         self._depth = depth
-        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = (
+            weakref.WeakValueDictionary()
+        )
         self._last: weakref.ref[HostCopy] | None = None
         # Copies that are back on the device. The graph owns them; this only bounds how many stay there.
         self._returned: deque[weakref.ref[HostCopy]] = deque()
@@ -196,9 +210,16 @@ class SwapToHost:
         return tensor
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout != torch.strided
+            or tensor.is_meta
+            or not tensor.numel()
+        ):
             return False  # parameters, and what has no memory of the plain kind
-        if isinstance(tensor._base, torch.nn.Parameter) or (self._spared and _memory(tensor) in self._spared):
+        if isinstance(tensor._base, torch.nn.Parameter) or (
+            self._spared and _memory(tensor) in self._spared
+        ):
             return False
         return self._policy_fn is None or bool(self._policy_fn(tensor))
 
@@ -207,7 +228,13 @@ class SwapToHost:
         # Views count their versions together with their base. Other aliases (x.data) do not, so the family is part
         # of the key: a version says nothing across families.
         family = tensor if tensor._base is None else tensor._base
-        key = (id(family), tensor._version, elements.data_ptr(), elements.numel(), elements.dtype)
+        key = (
+            id(family),
+            tensor._version,
+            elements.data_ptr(),
+            elements.numel(),
+            elements.dtype,
+        )
         copy = self._copies.get(key) if shareable else None
         if copy is None or copy.family is None or copy.family() is not family:
             copy = HostCopy(elements, TensorWeakRef(family))
@@ -247,12 +274,18 @@ def flat_elements(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], 
     An expanded dimension is stored once; a tensor with holes, or one that is lazily conjugated, is packed tight.
     """
     plain = tensor.detach()
-    repeats = [stride == 0 and size > 1 for size, stride in zip(plain.shape, plain.stride(), strict=True)]
+    repeats = [
+        stride == 0 and size > 1
+        for size, stride in zip(plain.shape, plain.stride(), strict=True)
+    ]
     plain = plain[tuple(slice(1) if repeat else slice(None) for repeat in repeats)]
     own = not plain.is_conj() and not plain.is_neg() and is_dense(plain)
     if not own:
         plain = plain.resolve_conj().resolve_neg().contiguous()
-    stride = tuple(0 if repeat else step for repeat, step in zip(repeats, plain.stride(), strict=True))
+    stride = tuple(
+        0 if repeat else step
+        for repeat, step in zip(repeats, plain.stride(), strict=True)
+    )
     return plain.as_strided((plain.numel(),), (1,)), stride, own
 
 

@@ -21,7 +21,9 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
 
     def __init__(self, platform: Any) -> None:
         super().__init__(platform)
-        self._device_handles: weakref.WeakValueDictionary[int, _DeviceHandle] = weakref.WeakValueDictionary()
+        self._device_handles: weakref.WeakValueDictionary[int, _DeviceHandle] = (
+            weakref.WeakValueDictionary()
+        )
 
     def default_dtype(self) -> torch.dtype:
         return torch.get_default_dtype()
@@ -29,24 +31,36 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
     def itemsize(self, dtype: torch.dtype) -> int:
         return dtype.itemsize
 
-    def tensor_in(self, memory: mmap.mmap, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+    def tensor_in(
+        self, memory: mmap.mmap, sizes: Sequence[int], dtype: torch.dtype, offset: int
+    ) -> torch.Tensor:
         start = offset * dtype.itemsize
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        return flat[start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))
+        return (
+            flat[start : start + math.prod(sizes) * dtype.itemsize]
+            .view(dtype)
+            .view(tuple(sizes))
+        )
 
     def settle(self) -> None:
         """Nothing is pending on a CPU."""
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    def empty(
+        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None
+    ) -> torch.Tensor:
         """A tensor in memory that ``rendezvous`` can share, like torch.empty.
 
         Untested on hardware: CUDA.
         """
-        where = _checked_device("empty", torch.device(self._platform.device() if device is None else device))
+        where = _checked_device(
+            "empty", torch.device(self._platform.device() if device is None else device)
+        )
         if where.type == "cuda":
             from torch.distributed import _symmetric_memory
 
-            return _symmetric_memory.empty(checked_shape(size), dtype=dtype or self.default_dtype(), device=where)
+            return _symmetric_memory.empty(
+                checked_shape(size), dtype=dtype or self.default_dtype(), device=where
+            )
         made: torch.Tensor = super().empty(*size, dtype=dtype)
         return made
 
@@ -89,6 +103,9 @@ class _DeviceHandle:
 def _checked_device(call: str, device: torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise RuntimeError(
-            coded("HP137", f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda")
+            coded(
+                "HP137",
+                f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda",
+            )
         )
     return device

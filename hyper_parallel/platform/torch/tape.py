@@ -24,10 +24,14 @@ from hyper_parallel.platform.torch.swap import is_dense
 
 META = torch.device("meta")
 # In-place operators that read nothing of what they write.
-_FILLS = frozenset({"copy_", "fill_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_"})
+_FILLS = frozenset(
+    {"copy_", "fill_", "zero_", "bernoulli_", "cauchy_", "exponential_", "geometric_"}
+)
 _FILLS |= {"log_normal_", "normal_", "random_", "uniform_"}
 # Operators that hand values to Python.
-_READING_OPS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
+_READING_OPS = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class _Op:
     reads: frozenset[int]
     writes: frozenset[int]  # outputs included
     fresh: frozenset[int]  # of those, the ones of which nothing older remains
-    outputs: tuple[tuple[int, _Ref], ...]  # (position, tensor) of outputs with a storage of their own
+    outputs: tuple[
+        tuple[int, _Ref], ...
+    ]  # (position, tensor) of outputs with a storage of their own
     streams: tuple[_Stream, ...]  # the generators that it draws from
 
     @property
@@ -84,7 +90,11 @@ class _Stream:
     def turned(self) -> int | torch.Tensor | None:
         """Where the generator was set to since the last draw; None if nobody did."""
         state = self.generator.get_state()
-        return None if torch.equal(state, self._expected) else self._seen.get(_digest(state), state)
+        return (
+            None
+            if torch.equal(state, self._expected)
+            else self._seen.get(_digest(state), state)
+        )
 
     def drawn(self, before: torch.Tensor) -> None:
         if torch.equal(self.generator.get_state(), before):
@@ -99,10 +109,16 @@ class Tape:
 
     def __init__(self) -> None:
         self._steps: list[_Op | _Turn] = []
-        self._storages: dict[int, tuple[StorageWeakRef, int, torch.device]] = {}  # by address, which the weak ref pins
+        self._storages: dict[
+            int, tuple[StorageWeakRef, int, torch.device]
+        ] = {}  # by address, which the weak ref pins
         self._nbytes: list[int] = []  # by number
-        self._given: dict[int, torch.Tensor] = {}  # bytes that came from outside the context
-        self._deferred: set[int] = set()  # numbers whose real bytes, if any, are not those of one device
+        self._given: dict[
+            int, torch.Tensor
+        ] = {}  # bytes that came from outside the context
+        self._deferred: set[int] = (
+            set()
+        )  # numbers whose real bytes, if any, are not those of one device
         self._streams = [_Stream(torch.default_generator)]
         self._stale: list[tuple[StorageWeakRef, int, bytes]] = []
 
@@ -115,20 +131,34 @@ class Tape:
             for tensor in inputs:
                 self.refuse_reading(func, tensor)
             return func(*args, **kwargs)
-        streams = (self._stream(kwargs.get("generator")),) if torch.Tag.nondeterministic_seeded in func.tags else ()
+        streams = (
+            (self._stream(kwargs.get("generator")),)
+            if torch.Tag.nondeterministic_seeded in func.tags
+            else ()
+        )
         written = list(_written(func, args, kwargs))
         if not written and not streams and _makes_views(func):
             return func(*args, **kwargs)
         run = functools.partial(_run_mixed, func, args, kwargs, written)
-        return self._record(func, args, kwargs, written, self._filled(func, args, written), streams, run)
+        return self._record(
+            func, args, kwargs, written, self._filled(func, args, written), streams, run
+        )
 
-    def _filled(self, func: Any, args: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _filled(
+        self, func: Any, args: Any, written: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Of what an operator writes, the tensors in whose storages nothing older remains."""
-        if getattr(func.overloadpacket, "__name__", "") not in _FILLS or len(written) != 1:
+        if (
+            getattr(func.overloadpacket, "__name__", "") not in _FILLS
+            or len(written) != 1
+        ):
             return []
         (tensor,) = written
         number = self.ref(tensor).storage
-        is_source = any(isinstance(arg, torch.Tensor) and self.ref(arg).storage == number for arg in args[1:])
+        is_source = any(
+            isinstance(arg, torch.Tensor) and self.ref(arg).storage == number
+            for arg in args[1:]
+        )
         return [tensor] if _is_whole(tensor) and not is_source else []
 
     def call(self, func: Any, kwargs: Any) -> None:
@@ -150,8 +180,14 @@ class Tape:
     ) -> Any:
         inputs = _tensors((args, kwargs))
         # The references come first: what an operator changes must be kept as it was before.
-        taped_args, taped_kwargs = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
-        self._steps += [_Turn(stream, to) for stream in streams if (to := stream.turned()) is not None]
+        taped_args, taped_kwargs = pytree.tree_map_only(
+            torch.Tensor, self.ref, (args, kwargs)
+        )
+        self._steps += [
+            _Turn(stream, to)
+            for stream in streams
+            if (to := stream.turned()) is not None
+        ]
         before = [stream.generator.get_state() for stream in streams]
         out = run()
         for stream, state in zip(streams, before, strict=True):
@@ -162,20 +198,38 @@ class Tape:
             renewed = {self.ref(t).storage for t in filled}
             reads = {self.ref(t).storage for t in inputs} - renewed
             made = {ref.storage for _, ref in outputs}
-            deferred = streams or any(t.is_meta for t in inputs) or not reads.isdisjoint(self._deferred)
-            self._deferred = self._deferred | writes | made if deferred else self._deferred - renewed
+            deferred = (
+                streams
+                or any(t.is_meta for t in inputs)
+                or not reads.isdisjoint(self._deferred)
+            )
+            self._deferred = (
+                self._deferred | writes | made if deferred else self._deferred - renewed
+            )
             if kwargs.get("device") is not None:
                 taped_kwargs["device"] = torch.device("cpu")
-            if outputs and not inputs:  # a factory: its dtype may have come from a default that has changed by then
+            if (
+                outputs and not inputs
+            ):  # a factory: its dtype may have come from a default that has changed by then
                 taped_kwargs["dtype"] = outputs[0][1].dtype
-            sets = (frozenset(reads), frozenset(writes | made), frozenset(renewed | made))
-            self._steps.append(_Op(func, taped_args, taped_kwargs, *sets, outputs, streams))
+            sets = (
+                frozenset(reads),
+                frozenset(writes | made),
+                frozenset(renewed | made),
+            )
+            self._steps.append(
+                _Op(func, taped_args, taped_kwargs, *sets, outputs, streams)
+            )
         return out
 
     def _outputs(self, out: Any) -> tuple[tuple[int, _Ref], ...]:
         """(position, reference) of the tensors that lie in a storage of their own."""
         leaves = pytree.tree_leaves(out)
-        new = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self._number(leaf) is None]
+        new = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and self._number(leaf) is None
+        ]
         return tuple((i, self.ref(leaves[i], is_output=True)) for i in new)
 
     def _stream(self, generator: torch.Generator | None) -> _Stream:
@@ -197,8 +251,16 @@ class Tape:
             self._nbytes.append(tensor.untyped_storage().nbytes())
             self._bind(tensor, number)
             if not is_output and not tensor.is_meta:
-                self._given[number] = as_bytes(tensor.untyped_storage()).to("cpu", copy=True)
-        return _Ref(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                self._given[number] = as_bytes(tensor.untyped_storage()).to(
+                    "cpu", copy=True
+                )
+        return _Ref(
+            number,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
 
     def _bind(self, tensor: torch.Tensor, number: int) -> None:
         weak = StorageWeakRef(tensor.untyped_storage())
@@ -226,7 +288,9 @@ class Tape:
         """Ends the recording: puts the generators back and keeps only the storages that are still alive."""
         for stream in self._streams:
             stream.generator.set_state(stream.entry)
-        self._storages = {at: entry for at, entry in self._storages.items() if not entry[0].expired()}
+        self._storages = {
+            at: entry for at, entry in self._storages.items() if not entry[0].expired()
+        }
         for weak, number, device in self._storages.values():
             if device != META and number in self._deferred:
                 self._stale.append((weak, number, _digest(as_bytes(_revived(weak)))))
@@ -234,7 +298,10 @@ class Tape:
     # playing back
 
     def is_needed(self) -> bool:
-        return any(device == META and not weak.expired() for weak, _, device in self._storages.values())
+        return any(
+            device == META and not weak.expired()
+            for weak, _, device in self._storages.values()
+        )
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self._number(tensor) is not None
@@ -246,7 +313,9 @@ class Tape:
         """
         stale, self._stale = self._stale, []
         for weak, number, digest in stale:
-            receivers.setdefault(number, []).append(functools.partial(_refresh, weak, digest))
+            receivers.setdefault(number, []).append(
+                functools.partial(_refresh, weak, digest)
+            )
         states = [stream.generator.get_state() for stream in self._streams]
         for stream in self._streams:
             stream.generator.set_state(stream.entry)
@@ -261,12 +330,16 @@ class Tape:
     def _play(self, receivers: dict[int, list[_Receiver]]) -> None:
         memory: dict[int, torch.UntypedStorage] = {}
         marks = {(stream, 0): stream.entry for stream in self._streams}
-        sought = {(step.stream, step.to) for step in self._steps if isinstance(step, _Turn)}
+        sought = {
+            (step.stream, step.to) for step in self._steps if isinstance(step, _Turn)
+        }
         counts = dict.fromkeys(self._streams, 0)
         for move in ordered(self._steps, set(receivers)):
             step = self._steps[move.step]
             if isinstance(step, _Turn):
-                step.stream.generator.set_state(marks[step.stream, step.to] if isinstance(step.to, int) else step.to)
+                step.stream.generator.set_state(
+                    marks[step.stream, step.to] if isinstance(step.to, int) else step.to
+                )
                 continue
             self._play_op(step, memory)
             for stream in step.streams:
@@ -318,9 +391,13 @@ def _hand_over(storage: torch.UntypedStorage, receivers: list[_Receiver]) -> Non
         receive(storage)
 
 
-def _refresh(weak: StorageWeakRef, digest: bytes, storage: torch.UntypedStorage) -> None:
+def _refresh(
+    weak: StorageWeakRef, digest: bytes, storage: torch.UntypedStorage
+) -> None:
     held = _revived(weak)
-    if held is not None and _digest(as_bytes(held)) == digest:  # what the user has changed since is the user's
+    if (
+        held is not None and _digest(as_bytes(held)) == digest
+    ):  # what the user has changed since is the user's
         as_bytes(held).copy_(as_bytes(storage))
 
 
@@ -333,7 +410,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _makes_views(func: Any) -> bool:
-    return bool(func._schema.returns) and all(value.alias_info is not None for value in func._schema.returns)
+    return bool(func._schema.returns) and all(
+        value.alias_info is not None for value in func._schema.returns
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -348,14 +427,20 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == tensor.untyped_storage().nbytes() and is_dense(tensor)
 
 
-def _run_mixed(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+def _run_mixed(
+    func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]
+) -> Any:
     """Runs the operator, on meta alone if it does not take real tensors (a drawn table, say) beside those on meta."""
     try:
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError):
-        if not any(t.is_meta for t in _tensors((args, kwargs))) or not all(t.is_meta for t in written):
+        if not any(t.is_meta for t in _tensors((args, kwargs))) or not all(
+            t.is_meta for t in written
+        ):
             raise
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(META), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: t if t.is_meta else t.to(META), (args, kwargs)
+        )
         return func(*args, **kwargs)
 
 

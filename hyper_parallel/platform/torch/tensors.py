@@ -41,7 +41,11 @@ ALIASES = {
 
 
 # Dtypes that numpy does not know, and those of the same size that it does.
-_WITHOUT_NUMPY = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+_WITHOUT_NUMPY = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 
 _MEMORIES: MutableMapping[Any, Any] = WeakTensorKeyDictionary()
 
@@ -87,8 +91,12 @@ class Tensors(Platform):
             func = func.overloadpacket
         name = getattr(func, "__name__", None)
         if name is None:
-            raise TypeError(f"get_op_name: expected an operator, got {type(func).__name__} {func!r}")
-        if name == "__get__":  # a property such as Tensor.T, which arrives as its getter
+            raise TypeError(
+                f"get_op_name: expected an operator, got {type(func).__name__} {func!r}"
+            )
+        if (
+            name == "__get__"
+        ):  # a property such as Tensor.T, which arrives as its getter
             return str(func.__self__.__name__)
         return str(name)
 
@@ -108,7 +116,11 @@ class Tensors(Platform):
         return bool(tensor.is_floating_point())
 
     def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
-        if not isinstance(split_size, int) or split_size < 1 or not 0 <= index < split_size:
+        if (
+            not isinstance(split_size, int)
+            or split_size < 1
+            or not 0 <= index < split_size
+        ):
             raise ValueError(
                 coded(
                     "HP139",
@@ -116,25 +128,43 @@ class Tensors(Platform):
                 )
             )
         if not -data.dim() <= split_dim < data.dim():
-            raise ValueError(coded("HP139", f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}"))
-        return data.narrow(split_dim, *chunk_span(data.shape[split_dim], split_size, index))
+            raise ValueError(
+                coded(
+                    "HP139",
+                    f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
+                )
+            )
+        return data.narrow(
+            split_dim, *chunk_span(data.shape[split_dim], split_size, index)
+        )
 
     def clone(self, tensor: Any) -> Any:
         # Without data, what a copy must keep is how its numbers will be drawn.
         twin = deferred_copy(tensor) if tensor.is_meta else None
-        return tensor.detach().clone(memory_format=torch.contiguous_format) if twin is None else twin
+        return (
+            tensor.detach().clone(memory_format=torch.contiguous_format)
+            if twin is None
+            else twin
+        )
 
     def in_memory_format_of(self, like: Any, tensor: Any) -> Any:
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         wanted = formats.get(like.dim())
-        if wanted is None or like.is_meta or like.is_contiguous() or not like.is_contiguous(memory_format=wanted):
+        if (
+            wanted is None
+            or like.is_meta
+            or like.is_contiguous()
+            or not like.is_contiguous(memory_format=wanted)
+        ):
             return tensor
         return tensor.contiguous(memory_format=wanted)
 
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(tuple(tensors), dim)
 
-    def construct_strided_slice(self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]) -> Any:
+    def construct_strided_slice(
+        self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]
+    ) -> Any:
         if not len(begin) == len(end) == len(stride) == x.dim():
             raise ValueError(
                 coded(
@@ -145,7 +175,12 @@ class Tensors(Platform):
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(coded("HP139", f"construct_strided_slice: the stride of dim {dim} is 0"))
+                raise ValueError(
+                    coded(
+                        "HP139",
+                        f"construct_strided_slice: the stride of dim {dim} is 0",
+                    )
+                )
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
 
@@ -159,10 +194,15 @@ class Tensors(Platform):
         if isinstance(name, torch.dtype):
             return name
         bare = str(name).rpartition(".")[2].lower() if isinstance(name, str) else None
-        dtype: torch.dtype | None = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
+        dtype: torch.dtype | None = (
+            DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
+        )
         if dtype is None:
             raise ValueError(
-                coded("HP138", f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}")
+                coded(
+                    "HP138",
+                    f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
+                )
             )
         return dtype
 
@@ -191,17 +231,34 @@ class Tensors(Platform):
 
     def memory_key(self, tensor: Any) -> Any:
         local = self._local(tensor)
-        return local.untyped_storage()._cdata, local.storage_offset(), local.dtype, tuple(local.shape), local.stride()
+        return (
+            local.untyped_storage()._cdata,
+            local.storage_offset(),
+            local.dtype,
+            tuple(local.shape),
+            local.stride(),
+        )
 
     def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
         wanted = self._dtype("tensor_from_bytes", dtype)
-        flat = torch.from_numpy(data.reshape(-1)).view(wanted) if data.size else torch.empty(0, dtype=wanted)
+        flat = (
+            torch.from_numpy(data.reshape(-1)).view(wanted)
+            if data.size
+            else torch.empty(0, dtype=wanted)
+        )
         return flat.view(tuple(shape))
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return torch.Size(size_list)
 
-    def arange(self, start: Any, end: Any = None, step: Any = 1, dtype: Any = None, device: Any = None) -> Any:
+    def arange(
+        self,
+        start: Any,
+        end: Any = None,
+        step: Any = 1,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> Any:
         if end is None:
             start, end = 0, start
         return torch.arange(start, end, step, dtype=dtype, device=device)
@@ -215,7 +272,9 @@ class Tensors(Platform):
     def empty(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def full(self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+    def full(
+        self, size: Any, fill_value: Any, dtype: Any = None, device: Any = None
+    ) -> Any:
         return torch.full(size, fill_value, dtype=dtype, device=device)
 
     def rand(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
@@ -227,7 +286,14 @@ class Tensors(Platform):
     def full_like(self, tensor: Any, fill_value: Any, dtype: Any = None) -> Any:
         return torch.full_like(tensor, fill_value, dtype=dtype)
 
-    def empty_like(self, tensor: Any, *, dtype: Any = None, device: Any = None, pin_memory: bool = False) -> Any:
+    def empty_like(
+        self,
+        tensor: Any,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        pin_memory: bool = False,
+    ) -> Any:
         """Untested on hardware: pinned memory."""
         pinned = pin_memory and torch.accelerator.is_available()
         return torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=pinned)
@@ -235,7 +301,9 @@ class Tensors(Platform):
     def new_tensor(self, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
         return torch.empty(tensor_shape, dtype=tensor_type, device=device)
 
-    def new_zero_parameter(self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any) -> Any:
+    def new_zero_parameter(
+        self, param_shape: Any, param_type: Any, requires_grad: bool, device: Any
+    ) -> Any:
         zeros = torch.zeros(param_shape, dtype=param_type, device=device)
         return torch.nn.Parameter(zeros, requires_grad=requires_grad)
 
@@ -262,7 +330,10 @@ class Tensors(Platform):
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
             raise ValueError(
-                coded("HP139", "set_tensor_requires_grad: the tensor was computed from others; detach() it first")
+                coded(
+                    "HP139",
+                    "set_tensor_requires_grad: the tensor was computed from others; detach() it first",
+                )
             )
         return input_tensor.requires_grad_()
 
@@ -276,25 +347,49 @@ class Tensors(Platform):
     def recording(self, on: bool) -> AbstractContextManager[Any]:
         return torch.set_grad_enabled(on)
 
-    def gradients(self, function: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
+    def gradients(
+        self, function: Callable[..., Any], inputs: Sequence[Any]
+    ) -> list[Any]:
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         return list(torch.autograd.grad(function(*leaves), leaves))
 
-    def second_gradients(self, function: Callable[..., Any], inputs: Sequence[Any], directions: Sequence[Any]) -> Any:
+    def second_gradients(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        directions: Sequence[Any],
+    ) -> Any:
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        pairs = [(leaf, v) for leaf, v in zip(leaves, directions, strict=True) if v is not None]
+        pairs = [
+            (leaf, v)
+            for leaf, v in zip(leaves, directions, strict=True)
+            if v is not None
+        ]
         loss = function(*leaves)
-        firsts = torch.autograd.grad(loss, [leaf for leaf, _ in pairs], create_graph=True, allow_unused=True)
-        found = [(g * v).sum() for g, (_, v) in zip(firsts, pairs, strict=True) if g is not None and g.requires_grad]
+        firsts = torch.autograd.grad(
+            loss, [leaf for leaf, _ in pairs], create_graph=True, allow_unused=True
+        )
+        found = [
+            (g * v).sum()
+            for g, (_, v) in zip(firsts, pairs, strict=True)
+            if g is not None and g.requires_grad
+        ]
         if not found:
             return None
-        return list(torch.autograd.grad(sum(found), leaves, allow_unused=True, materialize_grads=True))
+        return list(
+            torch.autograd.grad(
+                sum(found), leaves, allow_unused=True, materialize_grads=True
+            )
+        )
 
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
     def call_where_empty(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -302,12 +397,17 @@ class Tensors(Platform):
         return sdpa_kernel(SDPBackend.MATH)
 
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return ties.tied(result, [x for x in operands if self.is_recorded(x) and x.is_floating_point()])
+        return ties.tied(
+            result,
+            [x for x in operands if self.is_recorded(x) and x.is_floating_point()],
+        )
 
     def is_dense(self, tensor: Any) -> bool:
         return tensor.layout is torch.strided
 
-    def can_view(self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]) -> bool:
+    def can_view(
+        self, shape: Sequence[int], strides: Sequence[int], new_shape: Sequence[int]
+    ) -> bool:
         tensor = torch.empty_strided(tuple(shape), tuple(strides), device="meta")
         try:
             tensor.view(tuple(new_shape))
@@ -343,17 +443,25 @@ class Tensors(Platform):
         kind = self.device_type()
         if kind == "cpu":
             return torch.device("cpu")
-        return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)
+        return torch.device(
+            kind, int(os.environ.get("LOCAL_RANK", "0")) if index is None else index
+        )
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     def get_rng_state(self) -> Any:
         """Untested on hardware: an accelerator's generator."""
-        return self._device_module().get_rng_state() if self.device_type() != "cpu" else torch.get_rng_state()
+        return (
+            self._device_module().get_rng_state()
+            if self.device_type() != "cpu"
+            else torch.get_rng_state()
+        )
 
     def draw_seed(self) -> int:
-        return int(torch.randint(2**62, (), dtype=torch.int64))  # of the host: asking a device would wait for it
+        return int(
+            torch.randint(2**62, (), dtype=torch.int64)
+        )  # of the host: asking a device would wait for it
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
@@ -387,7 +495,9 @@ class Tensors(Platform):
 
     def new_stream(self) -> Any:
         """Untested on hardware: an accelerator's stream."""
-        return Stream() if self.device_type() == "cpu" else self._device_module().Stream()
+        return (
+            Stream() if self.device_type() == "cpu" else self._device_module().Stream()
+        )
 
     def get_stream_context(self) -> Callable[[Any], AbstractContextManager[Any]]:
         """Untested on hardware: an accelerator's streams."""

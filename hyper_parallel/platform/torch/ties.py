@@ -35,17 +35,26 @@ class _Joined(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tokens = ctx.saved_tensors
-        return (grad, *(_Zeros.apply((0,), token.dtype, grad, *tokens) for token in tokens))
+        return (
+            grad,
+            *(_Zeros.apply((0,), token.dtype, grad, *tokens) for token in tokens),
+        )
 
 
 class _Zeros(Function):
     """Zeros that autograd takes to be computed from some tensors."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *sources: torch.Tensor
+    ) -> torch.Tensor:
         ctx.sources = [(source.shape, source.dtype) for source in sources]
         return torch.zeros(shape, dtype=dtype, device=sources[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (None, None, *(_Zeros.apply(shape, dtype, grad) for shape, dtype in ctx.sources))
+        return (
+            None,
+            None,
+            *(_Zeros.apply(shape, dtype, grad) for shape, dtype in ctx.sources),
+        )

@@ -10,7 +10,11 @@ import torch
 
 from hyper_parallel.platform.platform import Platform
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 
 
 class Training(Platform):
@@ -19,7 +23,9 @@ class Training(Platform):
     def prepare_module(self, module: Any, dtype: str) -> Any:
         return module.to(self.device(), self.str_to_dtype(dtype))
 
-    def new_optimizer(self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def new_optimizer(
+        self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any
+    ) -> Any:
         return _OPTIMIZERS[kind]([dict(group) for group in groups], **options)
 
     def set_learning_rate(self, optimizer: Any, rate: float) -> None:
@@ -27,11 +33,17 @@ class Training(Platform):
             group["lr"] = rate
 
     def training_step(
-        self, module: Any, optimizer: Any, loss_of: Callable[[], Any], max_norm: float | None
+        self,
+        module: Any,
+        optimizer: Any,
+        loss_of: Callable[[], Any],
+        max_norm: float | None,
     ) -> tuple[float, float]:
         loss = loss_of()
         loss.backward()
-        norm = self.clip_grad_norm_(module.parameters(), float("inf") if max_norm is None else max_norm)
+        norm = self.clip_grad_norm_(
+            module.parameters(), float("inf") if max_norm is None else max_norm
+        )
         optimizer.step()
         optimizer.zero_grad()
         return loss.item(), norm.item()

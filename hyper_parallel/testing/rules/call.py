@@ -26,7 +26,12 @@ from hyper_parallel.testing.rules.pieces import Mesh
 def in_form_of(structure: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     """The leaves in lists as long as those of the structure."""
     following = iter(leaves)
-    return [[next(following) for _ in s] if isinstance(s, (list, tuple)) else next(following) for s in structure]
+    return [
+        [next(following) for _ in s]
+        if isinstance(s, (list, tuple))
+        else next(following)
+        for s in structure
+    ]
 
 
 class _CaughtError(Exception):
@@ -61,52 +66,94 @@ class CaughtCall:
     op: Operator
     bound: BoundRule
 
-    def __init__(self, call: Callable[..., Any], operands: Sequence[Any], mesh_shape: Mesh) -> None:
+    def __init__(
+        self, call: Callable[..., Any], operands: Sequence[Any], mesh_shape: Mesh
+    ) -> None:
         platform = get_platform()
         names = tuple(f"axis{i}" for i in range(len(mesh_shape)))
         whole = Layout(mesh_shape, names)([Replicate()] * len(mesh_shape))
         self.mesh = whole.mesh
-        tensors = [DTensor(platform.tensor(a), whole.bind(a.ndim), a.shape) for a in flat(operands)]
+        tensors = [
+            DTensor(platform.tensor(a), whole.bind(a.ndim), a.shape)
+            for a in flat(operands)
+        ]
         calls: list[Any] = []
         with _catching(calls):
             call(*in_form_of(operands, tensors))
         if not calls:
-            raise ValueError(coded("HP603", "check_rule: the call runs no operator on its operands"))
+            raise ValueError(
+                coded("HP603", "check_rule: the call runs no operator on its operands")
+            )
         self.func, self.args, self.kwargs, self.called = calls[0]
         if self.called.name not in OPERATORS:
-            raise ValueError(coded("HP603", f"check_rule: {self.called.name} has no rule"))
+            raise ValueError(
+                coded("HP603", f"check_rule: {self.called.name} has no rule")
+            )
         self.op = OPERATORS[self.called.name]
-        arguments = self.op.arguments(self.called, self.args, platform.named(self.kwargs))
-        ruled = self.op.rule if isinstance(self.op.rule, Rule) or self.op.rule is None else self.op.rule(**arguments)
+        arguments = self.op.arguments(
+            self.called, self.args, platform.named(self.kwargs)
+        )
+        ruled = (
+            self.op.rule
+            if isinstance(self.op.rule, Rule) or self.op.rule is None
+            else self.op.rule(**arguments)
+        )
         if ruled is None or callable(ruled):
-            raise ValueError(coded("HP603", f"check_rule: {self.called.name} has no rule for these arguments"))
+            raise ValueError(
+                coded(
+                    "HP603",
+                    f"check_rule: {self.called.name} has no rule for these arguments",
+                )
+            )
         self.bound, given = bound_call(self.op, self.called, arguments, ruled)
         found = list(tensors_in((self.args, self.kwargs)))
         if not all(any(t is one for t in tensors) for one in found):
             raise ValueError(
-                coded("HP603", f"check_rule: {self.called.name} is given a tensor that is not an operand of the call")
+                coded(
+                    "HP603",
+                    f"check_rule: {self.called.name} is given a tensor that is not an operand of the call",
+                )
             )
         # For each tensor among the arguments: which of our operands, and which of the rule's.
-        self.ours = [next(i for i, t in enumerate(tensors) if t is one) for one in found]
-        self.rules = [next(i for i, t in enumerate(flat(given)) if t is one) for one in found]
+        self.ours = [
+            next(i for i, t in enumerate(tensors) if t is one) for one in found
+        ]
+        self.rules = [
+            next(i for i, t in enumerate(flat(given)) if t is one) for one in found
+        ]
         if len(set(self.ours)) != len(self.ours):
-            raise ValueError(coded("HP603", "check_rule: the call must use each operand once"))
+            raise ValueError(
+                coded("HP603", "check_rule: the call must use each operand once")
+            )
 
-    def evaluate(self, combination: Sequence[Choice], place: Sequence[int], shards: Sequence[Any]) -> list[Any]:
+    def evaluate(
+        self, combination: Sequence[Choice], place: Sequence[int], shards: Sequence[Any]
+    ) -> list[Any]:
         """The results of the local call on the rank at this place of the mesh."""
         platform = get_platform()
         following = iter(shards)
         args = replaced(self.args, following)
-        kwargs = {name: replaced(value, following) for name, value in self.kwargs.items()}
+        kwargs = {
+            name: replaced(value, following) for name, value in self.kwargs.items()
+        }
         func, given = self.func, args
         if self.op.local is not None:
-            factors = {choice.factor for choice in combination if choice.factor is not None}
-            orders = {name: [a for a, c in enumerate(combination) if c.factor == name] for name in factors}
+            factors = {
+                choice.factor for choice in combination if choice.factor is not None
+            }
+            orders = {
+                name: [a for a, c in enumerate(combination) if c.factor == name]
+                for name in factors
+            }
             plan = plan_for(self.bound, combination, self.mesh, orders)
             function = platform.operator(self.called.name)
             here = Here(self.bound, plan, self.mesh.mesh_shape, place, function)
             kwargs = self.op.arguments(self.called, args, platform.named(kwargs))
             func, given = self.op.local, (here,)
         is_empty = any(0 in shard.shape for shard in shards)
-        found = platform.call_where_empty(func, given, kwargs) if is_empty else func(*given, **kwargs)
+        found = (
+            platform.call_where_empty(func, given, kwargs)
+            if is_empty
+            else func(*given, **kwargs)
+        )
         return flat(found if isinstance(found, (list, tuple)) else [found])

@@ -24,7 +24,11 @@ from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded, without_code
 from hyper_parallel.testing.rules.call import CaughtCall, in_form_of
 from hyper_parallel.testing.rules.choice import OneChoice
-from hyper_parallel.testing.rules.gradients import gradients_of, is_differentiable, results_of
+from hyper_parallel.testing.rules.gradients import (
+    gradients_of,
+    is_differentiable,
+    results_of,
+)
 from hyper_parallel.testing.rules.pieces import Array, Mesh, Pieces, drawn_like
 from hyper_parallel.testing.rules.second_order import compare_second, second_truth
 
@@ -50,12 +54,19 @@ def check_rule(
     framework has them.
     """
     rng = np.random.default_rng(seed)
-    tolerance = _TOLERANCES[get_platform().platform_type] if tolerance is None else tolerance
+    tolerance = (
+        _TOLERANCES[get_platform().platform_type] if tolerance is None else tolerance
+    )
     arrays, function = flat(operands), _of_tensors(call, operands)
     expected = results_of(function, arrays)
-    weights = [drawn_like(y, rng) if gradients and is_differentiable(y) else None for y in expected]
+    weights = [
+        drawn_like(y, rng) if gradients and is_differentiable(y) else None
+        for y in expected
+    ]
     true = gradients_of(function, arrays, weights)
-    of_second = second_truth(function, arrays, weights, rng) if second and gradients else None
+    of_second = (
+        second_truth(function, arrays, weights, rng) if second and gradients else None
+    )
     done = 0
     for mesh in meshes:
         caught, pieces = CaughtCall(call, operands, mesh), Pieces(mesh, rng, tolerance)
@@ -67,9 +78,14 @@ def check_rule(
                 if of_second is not None and mesh in second:
                     compare_second(one, operands, weights, of_second)
             except AssertionError as error:
-                done_by = f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
+                done_by = (
+                    f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
+                )
                 raise AssertionError(
-                    coded("HP604", f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}")
+                    coded(
+                        "HP604",
+                        f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}",
+                    )
                 ) from None
             done += 1
     return done
@@ -80,7 +96,9 @@ def choices_of(call: Callable[..., Any], *operands: Any) -> tuple[Choice, ...]:
     return CaughtCall(call, operands, (2,)).bound.choices()
 
 
-def _of_tensors(call: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., list[Any]]:
+def _of_tensors(
+    call: Callable[..., Any], operands: Sequence[Any]
+) -> Callable[..., list[Any]]:
     """The call as a function of all its operands one by one, that gives its results so."""
 
     def results(*tensors: Any) -> list[Any]:
@@ -94,14 +112,21 @@ def _check_shapes(bound: BoundRule, expected: Sequence[Array]) -> None:
     shapes = [tuple(shape) for shape in _flat_shapes(bound.result_shapes)]
     if [y.shape for y in expected] != shapes:
         raise AssertionError(
-            coded("HP604", f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}")
+            coded(
+                "HP604",
+                f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}",
+            )
         )
 
 
-def _combinations(caught: CaughtCall, mesh: Mesh, meshes: Sequence[Mesh]) -> Iterator[tuple[Choice, ...]]:
+def _combinations(
+    caught: CaughtCall, mesh: Mesh, meshes: Sequence[Mesh]
+) -> Iterator[tuple[Choice, ...]]:
     """What the axes may do together."""
     for combination in itertools.product(caught.bound.choices(), repeat=len(mesh)):
-        if fits(caught.bound, combination, mesh) and not _is_seen_elsewhere(caught, combination, mesh, meshes):
+        if fits(caught.bound, combination, mesh) and not _is_seen_elsewhere(
+            caught, combination, mesh, meshes
+        ):
             yield combination
 
 
@@ -112,28 +137,50 @@ def fits(bound: BoundRule, combination: Sequence[Choice], mesh: Mesh) -> bool:
         if choice.factor:
             axes.setdefault(choice.factor, []).append(ranks)
     pending = zip(*(flat(choice.results) for choice in combination), strict=True)
-    return all(bound.fits(f, *ranks) for f, ranks in axes.items()) and all(commute(p.op for p in ps) for ps in pending)
+    return all(bound.fits(f, *ranks) for f, ranks in axes.items()) and all(
+        commute(p.op for p in ps) for ps in pending
+    )
 
 
-def _is_seen_elsewhere(caught: CaughtCall, combination: Sequence[Choice], mesh: Mesh, meshes: Sequence[Mesh]) -> bool:
+def _is_seen_elsewhere(
+    caught: CaughtCall,
+    combination: Sequence[Choice],
+    mesh: Mesh,
+    meshes: Sequence[Mesh],
+) -> bool:
     """Whether another combination makes the same local calls, on ranks in another order or on fewer of them.
 
     A local function may ask for its place in the mesh; without one nothing but the pieces of the operands counts.
     """
     if caught.op.local is not None:
         return False
-    used = tuple(ranks for choice, ranks in zip(combination, mesh, strict=True) if choice.kind != "unused")
-    if len(used) < len(mesh) and (used or mesh[:1]) in meshes and (used or mesh[:1]) != mesh:
+    used = tuple(
+        ranks
+        for choice, ranks in zip(combination, mesh, strict=True)
+        if choice.kind != "unused"
+    )
+    if (
+        len(used) < len(mesh)
+        and (used or mesh[:1]) in meshes
+        and (used or mesh[:1]) != mesh
+    ):
         return True
     numbers = [caught.bound.choices().index(choice) for choice in combination]
-    return len(set(mesh)) == 1 and numbers != sorted(numbers) and not _cut_one_dim(combination)
+    return (
+        len(set(mesh)) == 1
+        and numbers != sorted(numbers)
+        and not _cut_one_dim(combination)
+    )
 
 
 def _cut_one_dim(combination: Sequence[Choice]) -> bool:
     """Whether different choices cut the same dim of a tensor, so that it matters which is the outer one."""
     each_side = ("operands", "results", "grads_in", "grads_out")
     different = set(combination)
-    for places in (zip(*(flat(getattr(choice, side)) for choice in different), strict=True) for side in each_side):
+    for places in (
+        zip(*(flat(getattr(choice, side)) for choice in different), strict=True)
+        for side in each_side
+    ):
         for place in places:
             dims = [one.dim for one in place if one.dim is not None]
             if len(set(dims)) < len(dims):

@@ -22,10 +22,14 @@ def is_differentiable(array: Array) -> bool:
 def results_of(function: Function, arrays: Sequence[Array]) -> list[Array]:
     """What a function gives for these arrays."""
     platform = get_platform()
-    return [platform.tensor_to_numpy(y) for y in function(*map(platform.tensor, arrays))]
+    return [
+        platform.tensor_to_numpy(y) for y in function(*map(platform.tensor, arrays))
+    ]
 
 
-def gradients_of(function: Function, arrays: Sequence[Array], weights: Sequence[Any]) -> list[Any]:
+def gradients_of(
+    function: Function, arrays: Sequence[Array], weights: Sequence[Any]
+) -> list[Any]:
     """The gradient of the weighted sum of the results for every array; None for those that have none."""
     platform = get_platform()
     wanted = [i for i, array in enumerate(arrays) if is_differentiable(array)]
@@ -45,7 +49,10 @@ def gradients_of(function: Function, arrays: Sequence[Array], weights: Sequence[
 
 
 def second_gradients_of(
-    function: Function, arrays: Sequence[Array], weights: Sequence[Any], directions: Sequence[Any]
+    function: Function,
+    arrays: Sequence[Array],
+    weights: Sequence[Any],
+    directions: Sequence[Any],
 ) -> tuple[list[Any], list[Any]] | None:
     """Gradients of the products of each array's gradient with its direction, by the arrays and by the weights.
 
@@ -73,10 +80,15 @@ def second_gradients_of(
     return by_arrays, _at_places(weighted, values[len(wanted) :], len(weights))
 
 
-def _completed(arrays: Sequence[Array], wanted: Sequence[int], tensors: Sequence[Any]) -> list[Any]:
+def _completed(
+    arrays: Sequence[Array], wanted: Sequence[int], tensors: Sequence[Any]
+) -> list[Any]:
     """Tensors of all arrays, of which some are given."""
     given = dict(zip(wanted, tensors, strict=True))
-    return [given[i] if i in given else get_platform().tensor(array) for i, array in enumerate(arrays)]
+    return [
+        given[i] if i in given else get_platform().tensor(array)
+        for i, array in enumerate(arrays)
+    ]
 
 
 def _at_places(places: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
@@ -90,7 +102,13 @@ def _weighted(result: Any, weight: Array | None) -> list[Any]:
     platform = get_platform()
     if "complex" not in str(result.dtype).lower():
         return [(result if weight is None else result * platform.tensor(weight)).sum()]
-    real, imaginary = platform.operator("real")(result), platform.operator("imag")(result)
+    real, imaginary = (
+        platform.operator("real")(result),
+        platform.operator("imag")(result),
+    )
     if weight is None:
         return [real.sum()]
-    return [(real * platform.tensor(weight.real.copy())).sum(), (imaginary * platform.tensor(-weight.imag)).sum()]
+    return [
+        (real * platform.tensor(weight.real.copy())).sum(),
+        (imaginary * platform.tensor(-weight.imag)).sum(),
+    ]

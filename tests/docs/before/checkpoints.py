@@ -4,14 +4,27 @@
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.distributed_checkpoint.hugging_face import save_hugging_face
 from hyper_parallel.core.tensor_parallel import replicate
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel(use_local_output=False)}
+plan = {
+    "0": ColwiseParallel(use_local_output=False),
+    "1": RowwiseParallel(use_local_output=False),
+}
 torch.manual_seed(0)
-model = replicate(parallelize_module(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh["tp"], plan), mesh["dp"])
+model = replicate(
+    parallelize_module(
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh["tp"], plan
+    ),
+    mesh["dp"],
+)
 optimizer = torch.optim.AdamW(model.parameters())
 loss = model(torch.ones(2, 4)).pow(2).mean()
 loss.backward()

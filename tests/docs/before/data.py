@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F  # noqa: F401, N812 - everyone's name for it
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,
+)
 from hyper_parallel.core.tensor_parallel import Replicated, replicate
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -4,7 +4,12 @@
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module  # noqa: F401
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,  # noqa: F401
+)
 from hyper_parallel.core.tensor_parallel import Replicated
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -18,7 +23,11 @@ plan = {
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 32),
+            nn.Linear(32, 8),
+        )
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))

@@ -4,7 +4,12 @@
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, RowwiseParallel, init_device_mesh, parallelize_module  # noqa: F401
+from hyper_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    init_device_mesh,
+    parallelize_module,  # noqa: F401
+)
 from hyper_parallel.core.tensor_parallel import Replicated
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -53,4 +53,6 @@ FAMILIES = [
     windows,
 ]
 CASES = [case for family in FAMILIES for case in family.CASES]
-COMPOSITES = [case for family in FAMILIES for case in getattr(family, "COMPOSITES", [])]  # no rule of their own
+COMPOSITES = [
+    case for family in FAMILIES for case in getattr(family, "COMPOSITES", [])
+]  # no rule of their own

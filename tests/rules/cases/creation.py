@@ -14,7 +14,10 @@ COMPOSITES = [
     op("zeros_like", torch.zeros_like),
     op("ones_like", lambda x: torch.ones_like(x, dtype=torch.int32)),
     op("full_like", lambda x: torch.full_like(x, 2.5)),
-    op("empty_like", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format).fill_(3.0)),
+    op(
+        "empty_like",
+        lambda x: torch.empty_like(x, memory_format=torch.contiguous_format).fill_(3.0),
+    ),
     op("new_zeros", lambda x: x.new_zeros(3, 4)),
     op("new_zeros of its size", lambda x: x.new_zeros(x.shape, dtype=torch.int64)),
     op("new_ones", lambda x: x.new_ones((2, 3), device="cpu")),

@@ -10,8 +10,19 @@ from hyper_parallel.core.shard.ops import pointwise
 from hyper_parallel.core.shard.ops.operator import OPERATORS
 from hyper_parallel.core.shard.rule import Rule
 
-RULES = {"one": (pointwise.ONE, 1), "two": (pointwise.TWO, 2), "linear": (pointwise.SCALED, 1)}
-ELSEWHERE = {"imag", "polar", "igamma", "igammac", "gammainc", "gammaincc"}  # for complex numbers; without a gradient
+RULES = {
+    "one": (pointwise.ONE, 1),
+    "two": (pointwise.TWO, 2),
+    "linear": (pointwise.SCALED, 1),
+}
+ELSEWHERE = {
+    "imag",
+    "polar",
+    "igamma",
+    "igammac",
+    "gammainc",
+    "gammaincc",
+}  # for complex numbers; without a gradient
 INTEGERS = {  # of which there are no floating ones, or no gradient
     "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift",
     "__rlshift__", "__rrshift__", "floor_divide", "rfloordiv", "gcd", "lcm", "zeta", "heaviside",
@@ -31,7 +42,13 @@ def case_of(name, count):
     ints = dict.fromkeys(range(count), 5) if name in INTEGERS else {}
     positive = tuple(range(count))
     shapes = " ".join(["35"] * count)
-    return OpCase(f"{name}, by name", lambda *x: function(*x, *more), shapes, ints=ints, positive=positive)
+    return OpCase(
+        f"{name}, by name",
+        lambda *x: function(*x, *more),
+        shapes,
+        ints=ints,
+        positive=positive,
+    )
 
 
 DEPENDS = {"neg": pointwise.SCALED}  # on the dtype: what it is for these operands
@@ -45,7 +62,14 @@ def is_like(name, op, rule):
 
 
 NAMES = {
-    kind: [name for name, op in OPERATORS.items() if is_like(name, op, rule) and name not in ELSEWHERE]
+    kind: [
+        name
+        for name, op in OPERATORS.items()
+        if is_like(name, op, rule) and name not in ELSEWHERE
+    ]
     for kind, (rule, _) in RULES.items()
 }
-BY_NAME = {kind: [case_of(name, RULES[kind][1]) for name in names] for kind, names in NAMES.items()}
+BY_NAME = {
+    kind: [case_of(name, RULES[kind][1]) for name in names]
+    for kind, names in NAMES.items()
+}

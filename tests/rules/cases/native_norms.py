@@ -18,7 +18,9 @@ def layer_norm(x, *more, count=1):
 
 
 def group_norm(x, w, v, groups=2):
-    return torch.native_group_norm(x, w, v, *x.shape[:2], math.prod(x.shape[2:]), groups, 1e-5)
+    return torch.native_group_norm(
+        x, w, v, *x.shape[:2], math.prod(x.shape[2:]), groups, 1e-5
+    )
 
 
 def updated(norm):
@@ -33,9 +35,21 @@ def updated(norm):
 
 CASES = [
     op("native_layer_norm", layer_norm, "abc c c", R2),
-    op("native_layer_norm over two", lambda x: layer_norm(x, None, None, count=2), "ab3", "...[-1]", sizes=("uneven",)),
+    op(
+        "native_layer_norm over two",
+        lambda x: layer_norm(x, None, None, count=2),
+        "ab3",
+        "...[-1]",
+        sizes=("uneven",),
+    ),
     op("native_group_norm", group_norm, "ab3 b b", "b g"),
-    op("native_group_norm of four", lambda x: group_norm(x, None, None, 4), "a832", "b g", sizes=("uneven",)),
+    op(
+        "native_group_norm of four",
+        lambda x: group_norm(x, None, None, 4),
+        "a832",
+        "b g",
+        sizes=("uneven",),
+    ),
 ]
 COMPOSITES = [
     op(
@@ -60,7 +74,9 @@ COMPOSITES = [
     ),
     op(
         "_batch_norm_with_update",
-        updated(lambda *tensors: torch.ops.aten._batch_norm_with_update(*tensors, 0.1, 1e-5)),
+        updated(
+            lambda *tensors: torch.ops.aten._batch_norm_with_update(*tensors, 0.1, 1e-5)
+        ),
         "abc b b b b",
         positive=(4,),
         sizes=("uneven",),

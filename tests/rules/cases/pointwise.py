@@ -30,7 +30,13 @@ CASES = [
     # two
     op("add", torch.add, "ab ab", carries=2, sizes=("even", "uneven", "empty")),
     op("add, scaled", lambda x, y: torch.add(x, y, alpha=3), "ab b", carries=2),
-    op("add, scaled by a tensor", lambda x, y, a: x.sub(y, alpha=a), "ab b .", carries=2, ints={2: 4}),
+    op(
+        "add, scaled by a tensor",
+        lambda x, y, a: x.sub(y, alpha=a),
+        "ab b .",
+        carries=2,
+        ints={2: 4},
+    ),
     op("add zero", lambda x: 0 + x, "ab", carries=2),
     op("add both ways", lambda x, y: x + y, "1b a1", carries=2),
     op("add a number", lambda x: x + 1, "ab"),
@@ -63,21 +69,53 @@ CASES = [
     op("clamp", lambda x: x.clamp(-1, 1), "ab"),
     op("clamp below", lambda x, low: torch.clamp(x, min=low), "ab b"),
     op("clip between tensors", lambda x, low, high: x.clip(low, high), "ab b a1"),
-    op("addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "ab b a1", carries=4),
-    op("addcmul by a tensor", lambda x, y, z, v: x.addcmul(y, z, value=v), "ab b a1 .", carries=4, ints={3: 4}),
+    op(
+        "addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=2), "ab b a1", carries=4
+    ),
+    op(
+        "addcmul by a tensor",
+        lambda x, y, z, v: x.addcmul(y, z, value=v),
+        "ab b a1 .",
+        carries=4,
+        ints={3: 4},
+    ),
     op("addcdiv", lambda x, y, z: its(x).addcdiv(y, z), "ab b a1", carries=2),
     op("lerp", torch.lerp, "ab ab b", carries=2),
     op("lerp by a number", lambda x, y: x.lerp(y, 0.3), "ab b", carries=2),
     op("where", torch.where, "ab b ab", carries=2, bools=(0,)),
     op("where, a number", lambda c, x: torch.where(c, x, 1.5), "ab b", bools=(0,)),
-    op("where, else zero", lambda c, x: torch.where(c, x, 0.0), "ab b", carries=2, bools=(0,)),
-    op("where as a method", lambda x, c, y: x.where(c, y), "b ab a1", carries=2, bools=(1,)),
+    op(
+        "where, else zero",
+        lambda c, x: torch.where(c, x, 0.0),
+        "ab b",
+        carries=2,
+        bools=(0,),
+    ),
+    op(
+        "where as a method",
+        lambda x, c, y: x.where(c, y),
+        "b ab a1",
+        carries=2,
+        bools=(1,),
+    ),
     op("where of booleans", torch.where, "ab b ab", bools=(0, 1, 2)),
     op("masked_fill", lambda x, m: x.masked_fill(m, -1e9), "ab b", bools=(1,)),
-    op("masked_fill by zero", lambda x, m: x.masked_fill(m, 0), "ab b", carries=2, bools=(1,)),
+    op(
+        "masked_fill by zero",
+        lambda x, m: x.masked_fill(m, 0),
+        "ab b",
+        carries=2,
+        bools=(1,),
+    ),
     op("masked_fill by a scalar", torch.masked_fill, "ab b .", carries=2, bools=(1,)),
     # casts
-    op("to another floating type", lambda x: x.to(torch.float32), "ab", carries=2, sizes=()),  # rounded
+    op(
+        "to another floating type",
+        lambda x: x.to(torch.float32),
+        "ab",
+        carries=2,
+        sizes=(),
+    ),  # rounded
     op("to an integer", lambda x: x.to(dtype=torch.int64), "ab"),
     op("from an integer", lambda x: x.double(), "ab", ints={0: 9}),
     op("long", lambda x: x.long(), "ab"),
@@ -93,7 +131,9 @@ def filled(change):
     def call(x, *others):
         target = x * 1
         found = change(target, *others)
-        if IS_TORCH or isinstance(target, DTensor):  # MindSpore's own changes nothing, in silence, but gives the result
+        if IS_TORCH or isinstance(
+            target, DTensor
+        ):  # MindSpore's own changes nothing, in silence, but gives the result
             assert found is target
         return found * 3
 
@@ -111,9 +151,18 @@ COMPOSITES = [
     op("to as another", lambda x, y: x.to(y), "ab c"),
     op("type_as", lambda x, y: x.type_as(y), "ab c"),
     op("down and up", lambda x: real(x.to(torch.complex128)).to(torch.float64), "ab"),
-    op("view_as_real", lambda x: torch.view_as_real(torch.view_as_complex(x) * 1j), "ab2"),
+    op(
+        "view_as_real",
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * 1j),
+        "ab2",
+    ),
     op("complex", lambda x, y: torch.view_as_real(torch.complex(x, y)), "ab b"),
-    op("polar", lambda x, y: torch.view_as_real(torch.polar(x, y)), "ab b", positive=(0,)),
+    op(
+        "polar",
+        lambda x, y: torch.view_as_real(torch.polar(x, y)),
+        "ab b",
+        positive=(0,),
+    ),
     op("imag", lambda x: torch.view_as_complex(x).imag, "ab2"),
     op("add_", filled(lambda x, y: x.add_(y, alpha=2)), "ab b"),
     op("+= a number", filled(lambda x: x.__iadd__(1)), "ab"),

@@ -13,7 +13,17 @@ def layers(function, batch_first=False, bias=True, both=False):
     def call(x, *more):
         count = 2 if function is torch.lstm else 1
         states, weights = more[:count], list(more[count:])
-        return function(x, states if count == 2 else states[0], weights, bias, 1, 0.0, True, both, batch_first)
+        return function(
+            x,
+            states if count == 2 else states[0],
+            weights,
+            bias,
+            1,
+            0.0,
+            True,
+            both,
+            batch_first,
+        )
 
     return call
 
@@ -30,7 +40,11 @@ CASES = [
     op("gru, both ways", layers(torch.gru, both=True), "4a3 2a2 63 62 6 6 63 62 6 6"),
     op("rnn_tanh", layers(torch.rnn_tanh), "4a3 1a2 23 22 2 2"),
     op("rnn_relu", layers(torch.rnn_relu, True), "a43 1a2 23 22 2 2"),
-    op("lstm_cell", lambda x, h, c, *w: torch.lstm_cell(x, (h, c), *w), "a3 a2 a2 83 82 8 8"),
+    op(
+        "lstm_cell",
+        lambda x, h, c, *w: torch.lstm_cell(x, (h, c), *w),
+        "a3 a2 a2 83 82 8 8",
+    ),
     op("gru_cell", torch.gru_cell, "a3 a2 63 62"),
 ]
 

@@ -24,7 +24,13 @@ def long(x, window, **how):
 COMPLEX = {"complexes": (0,)}
 CASES = [
     op("fft", torch.fft.fft, "ab", "d0", sizes=("even", "uneven", "empty")),
-    op("fft of complexes", lambda x: torch.fft.fft(x, 5, 0, "ortho"), "ab", "d1", **COMPLEX),
+    op(
+        "fft of complexes",
+        lambda x: torch.fft.fft(x, 5, 0, "ortho"),
+        "ab",
+        "d1",
+        **COMPLEX,
+    ),
     op("ifft", by_name("ifft", dim=1), "abc", "d0 d2", **COMPLEX),
     op("rfft", lambda x: torch.fft.rfft(x, n=3), "abc", "d0 d1"),
     op("irfft", by_name("irfft", n=6, norm="forward"), "a4", "d0", **COMPLEX),
@@ -47,22 +53,49 @@ CASES = [
     op("fftshift of all", torch.fft.fftshift, "ab", "", 5),
     op("ifftshift", by_name("ifftshift", dim=(0, -1)), "abc", "d1", 5),
     op("stft", short, "a9 4", "b", 4),
-    op("stft unbatched", lambda x, w: short(x, w, steps=(2, 3), center=False, onesided=False), "9 3", "", 4),
+    op(
+        "stft unbatched",
+        lambda x, w: short(x, w, steps=(2, 3), center=False, onesided=False),
+        "9 3",
+        "",
+        4,
+    ),
     op(
         "stft by method",
-        lambda x, w: its(x).stft(4, 3, window=w, return_complex=True, pad_mode="constant"),
+        lambda x, w: its(x).stft(
+            4, 3, window=w, return_complex=True, pad_mode="constant"
+        ),
         "a9 4",
         "b",
         4,
     ),
     op("istft", long, "a35 4", "b", complexes=(0,), positive=(1,)),
-    op("istft unbatched", lambda x, w: long(x, w, hop_length=2, length=7), "35 4", "", complexes=(0,), positive=(1,)),
-    op("istft, not centered", lambda x, w: long(x, w, center=False), "a35 4", "b", complexes=(0,), positive=(1,)),
+    op(
+        "istft unbatched",
+        lambda x, w: long(x, w, hop_length=2, length=7),
+        "35 4",
+        "",
+        complexes=(0,),
+        positive=(1,),
+    ),
+    op(
+        "istft, not centered",
+        lambda x, w: long(x, w, center=False),
+        "a35 4",
+        "b",
+        complexes=(0,),
+        positive=(1,),
+    ),
 ]
 
 COMPOSITES = [
     op(
-        "filter", lambda x, y: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.fft.rfft(y, dim=0), dim=1), "a4 4", None
+        "filter",
+        lambda x, y: torch.fft.irfft(
+            torch.fft.rfft(x, dim=1) * torch.fft.rfft(y, dim=0), dim=1
+        ),
+        "a4 4",
+        None,
     ),
     op("spectrum", lambda x: torch.fft.fft(x, dim=0).abs(), "ab", None),
 ]

@@ -27,7 +27,13 @@ from hyper_parallel.core.shard.ops import (
     views,
     windows,
 )
-from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator, Ruled, Unruled, operator
+from hyper_parallel.core.shard.ops.operator import (
+    OPERATORS,
+    Operator,
+    Ruled,
+    Unruled,
+    operator,
+)
 
 __all__ = [
     "OPERATORS",

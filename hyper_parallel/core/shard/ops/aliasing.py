@@ -32,7 +32,9 @@ def reshape_shard(here: Here) -> Callable[..., Any]:
 
     def reshape(shard: Any, *_: Any, **__: Any) -> Any:
         result, strides = shard.reshape(size), shard.stride()
-        copied = strides != usual and _is_view_of_shard_alone(whole, local, strides, new, size)
+        copied = strides != usual and _is_view_of_shard_alone(
+            whole, local, strides, new, size
+        )
         return _copy_in_order(result) if copied else result
 
     return reshape
@@ -43,23 +45,37 @@ def contiguous_shard(whole: Sizes, shard: Any) -> Any:
     local = shard.contiguous()
     if local is not shard or not platform.counts_changes:
         return local
-    return shard if _is_contiguous_whole(whole, tuple(shard.shape), shard.stride()) else _copy_in_order(shard)
+    return (
+        shard
+        if _is_contiguous_whole(whole, tuple(shard.shape), shard.stride())
+        else _copy_in_order(shard)
+    )
 
 
 def _copy_in_order(shard: Any) -> Any:
     """A copy with the strides of a contiguous tensor; clone() would keep those of dims of one."""
-    return platform.changed(platform.empty(tuple(shard.shape), dtype=shard.dtype, device=shard.device), shard)
+    return platform.changed(
+        platform.empty(tuple(shard.shape), dtype=shard.dtype, device=shard.device),
+        shard,
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_contiguous_whole(whole: Sizes, local: Sizes, strides: Sizes) -> bool:
     """Whether a whole is contiguous of which a contiguous shard has these strides."""
-    steps = zip(whole, strides_of_whole(whole, local, strides), _contiguous_strides(whole), strict=True)
+    steps = zip(
+        whole,
+        strides_of_whole(whole, local, strides),
+        _contiguous_strides(whole),
+        strict=True,
+    )
     return all(size == 1 or stride == usual for size, stride, usual in steps)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _is_view_of_shard_alone(whole: Sizes, local: Sizes, strides: Sizes, new: Sizes, size: Sizes) -> bool:
+def _is_view_of_shard_alone(
+    whole: Sizes, local: Sizes, strides: Sizes, new: Sizes, size: Sizes
+) -> bool:
     """Whether a shard with these strides has a view of that size, but the whole has none of its new shape."""
     if not platform.can_view(local, strides, size):
         return False
@@ -67,4 +83,6 @@ def _is_view_of_shard_alone(whole: Sizes, local: Sizes, strides: Sizes, new: Siz
 
 
 def _contiguous_strides(sizes: Sizes) -> Sizes:
-    return tuple(math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes)))
+    return tuple(
+        math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes))
+    )

@@ -23,13 +23,26 @@ from hyper_parallel.platform import get_platform
 platform = get_platform()
 
 
-def _attention(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, enable_gqa: bool, **_: Any) -> Ruled:
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    enable_gqa: bool,
+    **_: Any,
+) -> Ruled:
     heads, groups = ("(h g)", "h") if enable_gqa else ("", "")
     # A mask may lack the first dims, and has ones where it is the same for all.
     mask = f"... {heads} s t!" if attn_mask is None else _last(attn_mask, heads)
-    of_value = "e!" if dropout_p else "e"  # what is dropped is the same for all dims of a value
+    of_value = (
+        "e!" if dropout_p else "e"
+    )  # what is dropped is the same for all dims of a value
     text = f"... {heads} s d!, ... {groups} t! d!, ... {groups} t! {of_value}, {mask} -> ... {heads} s {of_value}"
-    return Ruled(Rule(text, linear=((2,),), broadcast="all"), operands=[query, key, value, attn_mask])
+    return Ruled(
+        Rule(text, linear=((2,),), broadcast="all"),
+        operands=[query, key, value, attn_mask],
+    )
 
 
 def _last(mask: Any, heads: str) -> str:
@@ -38,15 +51,28 @@ def _last(mask: Any, heads: str) -> str:
     return " ".join(["...", *dims] if ndim >= len(dims) else dims[len(dims) - ndim :])
 
 
-def _attention_of_shard(here: Here, query: Any, key: Any, value: Any, dropout_p: float, **more: Any) -> Any:
+def _attention_of_shard(
+    here: Here, query: Any, key: Any, value: Any, dropout_p: float, **more: Any
+) -> Any:
     # A seed is drawn for an empty shard too: all generators stay in step.
-    draws = platform.seeded(seed_of_piece(here.plan.results[0], here.piece)) if dropout_p else nullcontext()
+    draws = (
+        platform.seeded(seed_of_piece(here.plan.results[0], here.piece))
+        if dropout_p
+        else nullcontext()
+    )
     if 0 in here.shape():
         return nothing(here, query, key, value, more["attn_mask"])
     if more["is_causal"] and here.is_cut("s"):
-        start, stop = here.offset("s"), min(here.offset("s") + here.size("s"), here.whole("t"))
+        start, stop = (
+            here.offset("s"),
+            min(here.offset("s") + here.size("s"), here.whole("t")),
+        )
         key, value = key[..., :stop, :], value[..., :stop, :]
-        seen = platform.ones((here.size("s"), stop), dtype=platform.str_to_dtype("bool"), device=query.device)
+        seen = platform.ones(
+            (here.size("s"), stop),
+            dtype=platform.str_to_dtype("bool"),
+            device=query.device,
+        )
         more |= {"attn_mask": seen.tril(start), "is_causal": False}
     with draws, _alike_on_all_ranks(here, query, key, value):
         return here.function(query, key, value, dropout_p=dropout_p, **more)
@@ -59,7 +85,9 @@ def _alike_on_all_ranks(here: Here, *operands: Any) -> AbstractContextManager[An
     return platform.attention_by_operators() if recorded else nullcontext()
 
 
-def _attention_as_it_is(here: Here, dropout_p: float, is_causal: bool, **_: Any) -> Callable[..., Any] | None:
+def _attention_as_it_is(
+    here: Here, dropout_p: float, is_causal: bool, **_: Any
+) -> Callable[..., Any] | None:
     """Where nothing is dropped and every query knows its place."""
     return None if dropout_p or (is_causal and here.is_cut("s")) else here.function
 

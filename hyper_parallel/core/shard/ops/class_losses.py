@@ -52,7 +52,11 @@ def _layout(like: Layout, dim_axes: Any) -> Layout:
 
 
 def losses_of_cut_classes(
-    input: DTensor, target: DTensor, weight: DTensor | None, ignore_index: int, label_smoothing: float
+    input: DTensor,
+    target: DTensor,
+    weight: DTensor | None,
+    ignore_index: int,
+    label_smoothing: float,
 ) -> tuple[DTensor, DTensor]:
     """The loss of every position and the weight of its target, in the dtype of sums; the classes are cut.
 
@@ -63,7 +67,11 @@ def losses_of_cut_classes(
     _check(input, target, weight, ignore_index, label_smoothing, in_shares)
     input = _in_one_piece(input.reduce_partial())
     layout, dim = input.layout, class_dim(len(input.shape))
-    losses, weights, axes = layout_of_losses(layout), layout_of_weights(layout), layout.dim_axes[dim]
+    losses, weights, axes = (
+        layout_of_losses(layout),
+        layout_of_weights(layout),
+        layout.dim_axes[dim],
+    )
     call = _Call(
         dim,
         layout.shard_of(tuple(input.shape))[dim][0],
@@ -74,14 +82,22 @@ def losses_of_cut_classes(
         label_smoothing,
     )
     target_here = _local(1, target, layout if in_shares else losses)
-    target_here = target_here if in_shares else target_here.to(LONG)  # a byte may equal ignore_index modulo 256
-    weight_here = None if weight is None else _local(2, weight, weights, _cutting(losses))
-    found = _functions()["losses"].apply(input.to_local(), target_here, weight_here, call)
+    target_here = (
+        target_here if in_shares else target_here.to(LONG)
+    )  # a byte may equal ignore_index modulo 256
+    weight_here = (
+        None if weight is None else _local(2, weight, weights, _cutting(losses))
+    )
+    found = _functions()["losses"].apply(
+        input.to_local(), target_here, weight_here, call
+    )
     shape = _without(input.shape, dim)
     return DTensor(found[0], losses, shape), DTensor(found[1], losses, shape)
 
 
-def _local(number: int, tensor: DTensor, layout: Layout, summed: tuple[int, ...] = ()) -> Any:
+def _local(
+    number: int, tensor: DTensor, layout: Layout, summed: tuple[int, ...] = ()
+) -> Any:
     """The shard in this layout, when the gradient comes in parts on these axes."""
     if MODES.explicit:
         check_explicit("cross_entropy", tensor, number, layout)
@@ -98,7 +114,12 @@ def _without(shape: Any, dim: int) -> tuple[int, ...]:
 
 
 def _check(
-    input: DTensor, target: DTensor, weight: DTensor | None, ignore_index: int, label_smoothing: float, in_shares: bool
+    input: DTensor,
+    target: DTensor,
+    weight: DTensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    in_shares: bool,
 ) -> None:
     """What the framework refuses on one device."""
     dim = class_dim(len(input.shape))
@@ -114,7 +135,10 @@ def _check(
         )
     if weight is not None and tuple(weight.shape) != (classes,):
         raise ValueError(
-            coded("HP315", f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}")
+            coded(
+                "HP315",
+                f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}",
+            )
         )
     if platform.is_floating_point(target) != in_shares:
         raise OperatorError(
@@ -127,15 +151,24 @@ def _check(
         )
     if in_shares and ignore_index >= 0:
         raise OperatorError(
-            coded("HP315", "cross_entropy: ignore_index is for targets that are classes, not shares of all classes")
+            coded(
+                "HP315",
+                "cross_entropy: ignore_index is for targets that are classes, not shares of all classes",
+            )
         )
     if not in_shares and weight is not None and platform.is_recorded(weight.to_local()):
         raise OperatorError(
-            coded("HP315", "cross_entropy: it gives no gradient for weight, which requires one; weight.detach()")
+            coded(
+                "HP315",
+                "cross_entropy: it gives no gradient for weight, which requires one; weight.detach()",
+            )
         )
     if not 0 <= label_smoothing <= 1:
         raise OperatorError(
-            coded("HP315", f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}")
+            coded(
+                "HP315",
+                f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}",
+            )
         )
 
 
@@ -182,7 +215,9 @@ class _Call:
         """Numbers of classes, to go with the scores."""
         if weight is None:
             return 1
-        return weight.to(wide(scores.dtype)).reshape((-1,) + (1,) * (len(scores.shape) - 1 - self.dim))
+        return weight.to(wide(scores.dtype)).reshape(
+            (-1,) + (1,) * (len(scores.shape) - 1 - self.dim)
+        )
 
     def kept(self, target: Any) -> Any:
         """Which positions count."""
@@ -195,10 +230,18 @@ def _told(call: _Call, input: Any, target: Any, weight: Any) -> list[Any]:
     if input.shape[dim]:
         top = input.amax(dim).to(dtype)
     else:
-        top = platform.full(_without(input.shape, dim), -float("inf"), dtype=dtype, device=input.device)
+        top = platform.full(
+            _without(input.shape, dim), -float("inf"), dtype=dtype, device=input.device
+        )
     below = input - call.along(_base(top))
-    sums = (_told_of_shares if call.in_shares else _told_of_target)(call, below, target, weight)
-    return [top, below.exp_().sum(dim), *sums]  # in place, for it is as large as the scores
+    sums = (_told_of_shares if call.in_shares else _told_of_target)(
+        call, below, target, weight
+    )
+    return [
+        top,
+        below.exp_().sum(dim),
+        *sums,
+    ]  # in place, for it is as large as the scores
 
 
 def _base(top: Any) -> Any:
@@ -222,11 +265,15 @@ def _told_of_target(call: _Call, below: Any, target: Any, weight: Any) -> list[A
     mine, index, weights = _own(call, below, target, weight)
     score = weights
     if here:
-        score = (below.gather(dim, call.along(index)).squeeze(dim) * weights).masked_fill(~mine, 0)
+        score = (
+            below.gather(dim, call.along(index)).squeeze(dim) * weights
+        ).masked_fill(~mine, 0)
     if not call.smoothing:
         return [score, weights]
     ignored, across = ~call.kept(target), call.across(below, weight)
-    scores = (below if weight is None else below * across).sum(dim).masked_fill(ignored, 0)
+    scores = (
+        (below if weight is None else below * across).sum(dim).masked_fill(ignored, 0)
+    )
     total = here if weight is None else across.sum()
     smooth = (call.smooth_part * total + weights * 0).masked_fill(ignored, 0)
     return [score * (1 - call.smoothing) + scores * call.smooth_part, weights, smooth]
@@ -284,7 +331,9 @@ def _functions() -> dict[str, Any]:
         def forward(ctx: Any, input: Any, target: Any, weight: Any, call: _Call) -> Any:
             if not call.in_shares:
                 _refuse_outside(call, target)
-            losses, weights, shares, top, total = _merged(call, _told(call, input, target, weight))
+            losses, weights, shares, top, total = _merged(
+                call, _told(call, input, target, weight)
+            )
             if not call.in_shares:
                 kept = call.kept(target)
                 # A target that is no class at all is no rank's, which must be seen.
@@ -298,7 +347,12 @@ def _functions() -> dict[str, Any]:
 
         @staticmethod
         def backward(ctx: Any, grad: Any, _: Any) -> Any:
-            return (*Gradients.apply(grad, *ctx.saved_tensors, ctx.call, tuple(ctx.needs_input_grad)), None)
+            return (
+                *Gradients.apply(
+                    grad, *ctx.saved_tensors, ctx.call, tuple(ctx.needs_input_grad)
+                ),
+                None,
+            )
 
     class Gradients(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
@@ -331,20 +385,32 @@ def _gradients(
 ) -> tuple[Any, Any, Any]:
     """Of this rank's scores: the softmax of all classes, less the target. Of shares and their weights: the scores."""
     if not call.in_shares:
-        grad = grad.masked_fill(~call.kept(target), 0)  # it is infinite in a mean over nothing
-        return _gradient_of_scores(call, grad, input, target, weight, (shares, top, total)).to(input.dtype), None, None
+        grad = grad.masked_fill(
+            ~call.kept(target), 0
+        )  # it is infinite in a mean over nothing
+        return (
+            _gradient_of_scores(
+                call, grad, input, target, weight, (shares, top, total)
+            ).to(input.dtype),
+            None,
+            None,
+        )
     smoothed, across = _smoothed(call, input, target), call.across(input, weight)
     for_input = for_target = for_weight = None
     if wanted[0]:
         made = _softmax(call, input, top, total, grad * shares)
         for_input = made.sub_(smoothed * across * call.along(grad)).to(input.dtype)
     if wanted[1] or wanted[2]:
-        missing = (call.along(top + total.log()) - input) * call.along(grad)  # what the scores lack
+        missing = (call.along(top + total.log()) - input) * call.along(
+            grad
+        )  # what the scores lack
         if wanted[1]:
             for_target = (missing * across * (1 - call.smoothing)).to(target.dtype)
         if wanted[2]:
             others = [at for at in range(len(input.shape)) if at != call.dim]
-            for_weight = (missing * smoothed).sum(others) if others else missing * smoothed
+            for_weight = (
+                (missing * smoothed).sum(others) if others else missing * smoothed
+            )
             for_weight = for_weight.to(weight.dtype)
     return for_input, for_target, for_weight
 
@@ -354,14 +420,27 @@ def _softmax(call: _Call, input: Any, top: Any, total: Any, factor: Any) -> Any:
     return (input - call.along(top)).exp_().mul_(call.along(factor / total))
 
 
-def _gradient_of_scores(call: _Call, grad: Any, input: Any, target: Any, weight: Any, merged: tuple[Any, ...]) -> Any:
+def _gradient_of_scores(
+    call: _Call,
+    grad: Any,
+    input: Any,
+    target: Any,
+    weight: Any,
+    merged: tuple[Any, ...],
+) -> Any:
     shares, top, total = merged
     made = _softmax(call, input, top, total, grad * shares)
     _, index, weights = _own(call, input, target, weight)
     if input.shape[call.dim]:
         taken = grad * weights * (call.smoothing - 1)
-        made = platform.operator("scatter_add_")(made, call.dim, call.along(index), call.along(taken))
+        made = platform.operator("scatter_add_")(
+            made, call.dim, call.along(index), call.along(taken)
+        )
     if call.smoothing:
         spread = call.along(grad * -call.smooth_part)
-        made = made.add_(spread) if weight is None else made.addcmul_(spread, call.across(input, weight))
+        made = (
+            made.add_(spread)
+            if weight is None
+            else made.addcmul_(spread, call.across(input, weight))
+        )
     return made

@@ -22,15 +22,23 @@ from hyper_parallel.core.shard.rule import einsum
 
 def _convolution(name: str) -> Callable[..., Ruled]:
     def rule(**arguments: Any) -> Ruled:
-        input, weight, bias = (arguments[operand] for operand in ("input", "weight", "bias"))
+        input, weight, bias = (
+            arguments[operand] for operand in ("input", "weight", "bias")
+        )
         (shape,) = shapes_of(name, arguments)
         count = len(weight.shape) - 2
         batch = "n " * (len(input.shape) > count + 1)
-        moving, kernel, moved = (" ".join(f"{letter}{i}!" for i in range(count)) for letter in "skt")
+        moving, kernel, moved = (
+            " ".join(f"{letter}{i}!" for i in range(count)) for letter in "skt"
+        )
         taps = "(g i) o" if _is_transposed(name, arguments) else "(g o) i"
         text = f"{batch}(g i) {moving}, {taps} {kernel}, +(g o) -> {batch}(g o) {moved}"
         sizes = {f"t{i}": size for i, size in enumerate(shape[-count:])}
-        return Ruled(einsum(text, broadcast="none"), {"g": arguments["groups"], **sizes}, [input, weight, bias])
+        return Ruled(
+            einsum(text, broadcast="none"),
+            {"g": arguments["groups"], **sizes},
+            [input, weight, bias],
+        )
 
     return rule
 
@@ -40,23 +48,34 @@ def _is_transposed(name: str, arguments: dict[str, Any]) -> bool:
 
 
 def _of_shard(name: str) -> Callable[..., Any]:
-    def local(here: Here, input: Any, weight: Any, bias: Any, groups: int, **more: Any) -> Any:
+    def local(
+        here: Here, input: Any, weight: Any, bias: Any, groups: int, **more: Any
+    ) -> Any:
         if groups > 1:
             groups = here.size("g") or 1
         if 0 not in (*input.shape, *weight.shape):
-            return here.function(input=input, weight=weight, bias=bias, groups=groups, **more)
+            return here.function(
+                input=input, weight=weight, bias=bias, groups=groups, **more
+            )
         # The second dim of the weight is that of one group: of input channels, or of output channels if transposed.
         channels, transposed = weight.shape[1] or 1, _is_transposed(name, more)
         input = some(input, 1 if transposed else channels)
         bias = None if bias is None else some(bias, channels if transposed else 1)
-        return piece(here, here.function(input=input, weight=some(weight), bias=bias, groups=groups, **more))
+        return piece(
+            here,
+            here.function(
+                input=input, weight=some(weight), bias=bias, groups=groups, **more
+            ),
+        )
 
     return local
 
 
 FORWARD = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
 TRANSPOSED = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
-EITHER = "input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"
+EITHER = (
+    "input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"
+)
 CONVOLUTIONS = {
     **{f"conv{n}d": FORWARD for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": TRANSPOSED for n in (1, 2, 3)},

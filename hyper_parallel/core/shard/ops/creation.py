@@ -22,7 +22,11 @@ OPTIONS = "*, dtype=None, layout=None, device=None, pin_memory=False, requires_g
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False
+    }
 
 
 def _like(name: str) -> Callable[..., Any]:
@@ -35,13 +39,17 @@ def _like(name: str) -> Callable[..., Any]:
 
 
 def _new(name: str) -> Callable[..., Any]:
-    def handler(input: Any, size: Any, *, fill_value: Any = None, **options: Any) -> DTensor:
+    def handler(
+        input: Any, size: Any, *, fill_value: Any = None, **options: Any
+    ) -> DTensor:
         values = () if fill_value is None else (fill_value,)
         shape, layout = ints(size), input._layout.reset_partial()
         make = getattr(input._local, name)
         if shape != tuple(input.shape):
             return replicated(make(shape, *values, **_given(options)), input)
-        return DTensor(make(layout.local_shape(shape), *values, **_given(options)), layout, shape)
+        return DTensor(
+            make(layout.local_shape(shape), *values, **_given(options)), layout, shape
+        )
 
     return handler
 

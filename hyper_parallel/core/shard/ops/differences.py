@@ -36,7 +36,10 @@ def _diff(input: Any, n: int, dim: int, prepend: Any, append: Any) -> Any:
     if prepend is not None or append is not None:
         return _diff_of_joined
     (at,) = positions(dim, len(input.shape))
-    rule = Rule("... {dim}! -> ... {dim=out}!", linear=((0,),) if is_inexact(input.dtype) else ())
+    rule = Rule(
+        "... {dim}! -> ... {dim=out}!",
+        linear=((0,),) if is_inexact(input.dtype) else (),
+    )
     return Ruled(rule, {"out": max(0, input.shape[at] - n)})
 
 
@@ -51,21 +54,31 @@ def _diff_of_joined(input: Any, n: int, dim: int, prepend: Any, append: Any) -> 
 def _gradient(input: Any, spacing: Any, dim: Any, edge_order: int) -> tuple[Any, ...]:
     """One result for each dim; a dim's spacing is a number or the places of its elements."""
     dims = reduced_dims(input, dim)
-    spacings = spacing if isinstance(spacing, (list, tuple)) else [1 if spacing is None else spacing] * len(dims)
+    spacings = (
+        spacing
+        if isinstance(spacing, (list, tuple))
+        else [1 if spacing is None else spacing] * len(dims)
+    )
     if len(spacings) != len(dims):
         raise RuntimeError(f"gradient: {len(spacings)} spacings for {len(dims)} dims")
     pairs = zip(dims, spacings, strict=True)
-    return tuple(DTensor.dispatch(slope, (input, step, at, edge_order), {}) for at, step in pairs)
+    return tuple(
+        DTensor.dispatch(slope, (input, step, at, edge_order), {}) for at, step in pairs
+    )
 
 
 def slope(input: Any, spacing: Any, dim: int, edge_order: int) -> Any:
     """How fast the elements change along a dim."""
-    return call("gradient")(input, spacing=[spacing], dim=[dim], edge_order=edge_order)[0]
+    return call("gradient")(input, spacing=[spacing], dim=[dim], edge_order=edge_order)[
+        0
+    ]
 
 
 def _slope(input: Any, spacing: Any, **_: Any) -> Ruled:
     rule = Rule("... {dim=n}!, n! -> ... {dim=n}!", linear=((0,),), broadcast="none")
-    return Ruled(rule, operands=[input, spacing if isinstance(spacing, DTensor) else None])
+    return Ruled(
+        rule, operands=[input, spacing if isinstance(spacing, DTensor) else None]
+    )
 
 
 def _areas(result: str) -> Callable[..., Any]:
@@ -73,7 +86,10 @@ def _areas(result: str) -> Callable[..., Any]:
 
     def rule(y: Any, x: Any, dim: int, **_: Any) -> Ruled:
         (at,) = positions(dim, len(y.shape))
-        sizes = {"dim": at - len(y.shape), "out": max(0, y.shape[at] - 1)}  # from the end: x may have fewer dims
+        sizes = {
+            "dim": at - len(y.shape),
+            "out": max(0, y.shape[at] - 1),
+        }  # from the end: x may have fewer dims
         places = "n!" if x is not None and len(x.shape) == 1 else "... {dim=n}!"
         return Ruled(einsum(f"... {{dim=n}}!, {places} -> {result}"), sizes, [y, x])
 
@@ -81,7 +97,9 @@ def _areas(result: str) -> Callable[..., Any]:
 
 
 operator("diff", "input, n=1, dim=-1, prepend=None, append=None", _diff)
-operator("gradient", "input, *, spacing=None, dim=None, edge_order=1", handler=_gradient)
+operator(
+    "gradient", "input, *, spacing=None, dim=None, edge_order=1", handler=_gradient
+)
 operator("slope", "input, spacing, dim, edge_order", _slope)
 operator("trapezoid trapz", "y, x=None, *, dx=1, dim=-1", _areas("..."))
 operator("cumulative_trapezoid", "y, x=None, *, dx=1, dim=-1", _areas("... {dim=out}!"))
@@ -110,7 +128,12 @@ def _renorm(input: Any, dim: int, **_: Any) -> Rule:
     return Rule(f"{names} -> {names}", broadcast="none")
 
 
-operator("cdist", "input, other, p=2.0, compute_mode=None", Rule("... r d!, ... s d! -> ... r s"), local=_cdist)
+operator(
+    "cdist",
+    "input, other, p=2.0, compute_mode=None",
+    Rule("... r d!, ... s d! -> ... r s"),
+    local=_cdist,
+)
 operator("pdist", "input, p=2.0", _pdist)
 operator("renorm", "input, p, dim, maxnorm", _renorm)
 
@@ -121,8 +144,14 @@ def _unravel_index(indices: Any, shape: Any) -> Any:
     sizes, indices = ints(shape), indices.to(platform.str_to_dtype("int64"))
     if not sizes:
         return ()
-    steps = list(itertools.accumulate(sizes[:0:-1], initial=1, func=lambda step, size: step * size))[::-1]
-    return tuple(indices // step % size for step, size in zip(steps, sizes, strict=True))
+    steps = list(
+        itertools.accumulate(
+            sizes[:0:-1], initial=1, func=lambda step, size: step * size
+        )
+    )[::-1]
+    return tuple(
+        indices // step % size for step, size in zip(steps, sizes, strict=True)
+    )
 
 
 def _sum_to_size(input: Any, size: Any) -> Any:
@@ -131,9 +160,17 @@ def _sum_to_size(input: Any, size: Any) -> Any:
     if wanted == tuple(input.shape):
         return input
     aligned = (1,) * (ndim - len(wanted)) + wanted
-    if len(wanted) > ndim or any(asked not in (1, have) for asked, have in zip(aligned, input.shape, strict=True)):
-        raise RuntimeError(f"size {list(wanted)} is not expandable to size {list(input.shape)}")
-    dims = [i for i, (asked, have) in enumerate(zip(aligned, input.shape, strict=True)) if asked != have]
+    if len(wanted) > ndim or any(
+        asked not in (1, have) for asked, have in zip(aligned, input.shape, strict=True)
+    ):
+        raise RuntimeError(
+            f"size {list(wanted)} is not expandable to size {list(input.shape)}"
+        )
+    dims = [
+        i
+        for i, (asked, have) in enumerate(zip(aligned, input.shape, strict=True))
+        if asked != have
+    ]
     return (call("sum")(input, dims, True) if dims else input).reshape(wanted)
 
 
@@ -142,7 +179,10 @@ def _diagonal_scatter(input: Any, src: Any, dim1: int, dim2: int, **_: Any) -> R
     names = [f"d{i}{'!' if i in (one, other) else ''}" for i in range(len(input.shape))]
     kept = [name for i, name in enumerate(names) if i not in (one, other)]
     text = f"{' '.join(names)}, {' '.join([*kept, 'line!'])} -> {' '.join(names)}"
-    return Ruled(Rule(text, linear=((0, 1),), carries=REDUCE_OPS, broadcast="none"), operands=[input, src])
+    return Ruled(
+        Rule(text, linear=((0, 1),), carries=REDUCE_OPS, broadcast="none"),
+        operands=[input, src],
+    )
 
 
 operator("unravel_index", "indices, shape", handler=_unravel_index)
@@ -162,7 +202,10 @@ def _copied(view: str) -> Callable[..., Any]:
         named = platform.named(kwargs)
         input, *more = args or [named.pop("input")]
         found = getattr(input, view)(*more, **named)
-        copies = [one.clone().contiguous() for one in (found if isinstance(found, tuple) else [found])]
+        copies = [
+            one.clone().contiguous()
+            for one in (found if isinstance(found, tuple) else [found])
+        ]
         return tuple(copies) if isinstance(found, tuple) else copies[0]
 
     return direct
@@ -172,5 +215,9 @@ VIEWS = "diagonal expand narrow permute select split split_with_sizes squeeze t 
 for _view in VIEWS.split():
     operator(f"{_view}_copy", "input", direct=_copied(_view))
 operator("slice", "input, dim=0, start=None, end=None, step=1", handler=_slice)
-operator("slice_copy", "input, dim=0, start=None, end=None, step=1", handler=lambda **given: _slice(**given).clone())
+operator(
+    "slice_copy",
+    "input, dim=0, start=None, end=None, step=1",
+    handler=lambda **given: _slice(**given).clone(),
+)
 operator("alias_copy", "input", handler=lambda input: input.clone())

@@ -31,7 +31,9 @@ def _lists(values: Sequence[Any]) -> list[Sequence[Any]]:
 
 def _is_list(value: Any) -> bool:
     """Whether it is a list of tensors, plain and distributed ones; an empty one is too."""
-    return isinstance(value, (list, tuple)) and all(isinstance(one, Tensor) for one in value)
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(one, Tensor) for one in value
+    )
 
 
 def _differing(values: Sequence[Any]) -> int | None:
@@ -76,7 +78,9 @@ def _refuse_mixtures(name: str, values: Sequence[Any]) -> None:
     for index, entries in enumerate(zip(*_lists(values), strict=True)):
         sized = [entry for entry in entries if entry.shape]
         if len({isinstance(entry, DTensor) for entry in sized}) > 1:
-            layout = next(entry._layout for entry in sized if isinstance(entry, DTensor))
+            layout = next(
+                entry._layout for entry in sized if isinstance(entry, DTensor)
+            )
             raise OperatorError(
                 coded(
                     "HP304",
@@ -94,7 +98,9 @@ def _shards(value: Any) -> Any:
 
 
 def _on_shards(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return func(*map(_shards, args), **{name: _shards(value) for name, value in kwargs.items()})
+    return func(
+        *map(_shards, args), **{name: _shards(value) for name, value in kwargs.items()}
+    )
 
 
 def _refuse_copies(name: str, targets: Sequence[Any]) -> None:
@@ -117,7 +123,10 @@ def _elementwise(name: str) -> Callable[..., Any]:
         if _differing(values) is None:
             found = _on_shards(func, args, kwargs)
             return first if inplace else tuple(map(_as, found, first))
-        done = [_one(single, inplace, *_at(index, args, kwargs)) for index in range(len(first))]
+        done = [
+            _one(single, inplace, *_at(index, args, kwargs))
+            for index in range(len(first))
+        ]
         return first if inplace else tuple(done)
 
     return run
@@ -125,16 +134,24 @@ def _elementwise(name: str) -> Callable[..., Any]:
 
 def _as(local: Any, like: Any) -> Any:
     """A result as distributed as the operand that it was computed from."""
-    return DTensor(local, like._layout, like._shape) if isinstance(like, DTensor) else local
+    return (
+        DTensor(local, like._layout, like._shape)
+        if isinstance(like, DTensor)
+        else local
+    )
 
 
-def _at(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _at(
+    index: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of one index, from lists of tensors and of numbers."""
 
     def one(value: Any) -> Any:
         return value[index] if isinstance(value, (list, tuple)) else value
 
-    return [one(value) for value in args], {_SINGULAR.get(name, name): one(value) for name, value in kwargs.items()}
+    return [one(value) for value in args], {
+        _SINGULAR.get(name, name): one(value) for name, value in kwargs.items()
+    }
 
 
 _SINGULAR = {"self": "input", "scalars": "value", "weights": "weight"}
@@ -146,12 +163,18 @@ def _one(name: str, inplace: bool, args: list[Any], kwargs: dict[str, Any]) -> A
     if not inplace:
         return platform.operator(name)(*args, **kwargs)
     change = getattr(args[0], f"{name}_", None)  # maximum and minimum have none
-    return change(*args[1:], **kwargs) if change else args[0].copy_(platform.operator(name)(*args, **kwargs))
+    return (
+        change(*args[1:], **kwargs)
+        if change
+        else args[0].copy_(platform.operator(name)(*args, **kwargs))
+    )
 
 
 def _each(single: Callable[..., Any]) -> Callable[..., Any]:
     """Index by index, by a function of a single tensor."""
-    return lambda _, args, kwargs: tuple(single(one, *args[1:], **kwargs) for one in args[0])
+    return lambda _, args, kwargs: tuple(
+        single(one, *args[1:], **kwargs) for one in args[0]
+    )
 
 
 def _norm(tensor: Any, ord: Any = 2, dtype: Any = None) -> Any:  # noqa: A002 - torch's name for it
@@ -187,7 +210,10 @@ def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     differing = _differing(values)
     if differing is not None:
         entries = [line[differing] for line in _lists(values)]
-        layouts = [str(entry._layout) if isinstance(entry, DTensor) else "plain" for entry in entries]
+        layouts = [
+            str(entry._layout) if isinstance(entry, DTensor) else "plain"
+            for entry in entries
+        ]
         raise OperatorError(
             coded(
                 "HP316",
@@ -209,7 +235,12 @@ def _note_changes(tensors: Sequence[Any]) -> None:
         platform.note_change(_shards(tensor))
 
 
-operator("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_", "*args", direct=_fused, lists=True)
+operator(
+    "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_",
+    "*args",
+    direct=_fused,
+    lists=True,
+)
 
 # --- gradients of a scaled loss
 
@@ -217,10 +248,15 @@ operator("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_", "*args", dire
 def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """On the shards; what is not finite on one rank counts on all of them, so that all skip the step."""
     by_name = dict(zip(("self", "found_inf", "inv_scale"), args, strict=False)) | kwargs
-    gradients, found, scale = (by_name[name] for name in ("self", "found_inf", "inv_scale"))
+    gradients, found, scale = (
+        by_name[name] for name in ("self", "found_inf", "inv_scale")
+    )
     if _differing([gradients]) is not None:
         raise OperatorError(
-            coded("HP316", "unscaling gradients: a reduction is pending on some of them; reduce_partial() first")
+            coded(
+                "HP316",
+                "unscaling gradients: a reduction is pending on some of them; reduce_partial() first",
+            )
         )
     _refuse_copies("unscaling gradients", gradients)
     func(_shards(gradients), _shards(found), _shards(scale))
@@ -232,4 +268,6 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         _shards(found).copy_(most)
 
 
-operator("_amp_foreach_non_finite_check_and_unscale_", "*args", direct=_unscale, lists=True)
+operator(
+    "_amp_foreach_non_finite_check_and_unscale_", "*args", direct=_unscale, lists=True
+)

@@ -21,7 +21,12 @@ from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicate
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.scatters import is_mask, put, put_at_, with_indices
-from hyper_parallel.core.shard.ops.slices import Range, is_small_part, ranges_of, take_small_part
+from hyper_parallel.core.shard.ops.slices import (
+    Range,
+    is_small_part,
+    ranges_of,
+    take_small_part,
+)
 from hyper_parallel.core.shard.ops.stages import is_cut
 from hyper_parallel.core.shard.ops.views import moved
 from hyper_parallel.core.shard.rule import Rule
@@ -58,26 +63,43 @@ def _dims_of(item: Any) -> int:
 def _is_basic(item: Any) -> bool:
     """Whether an item only moves elements, and says so by itself."""
     if isinstance(item, slice):
-        return not any(isinstance(part, DTensor) for part in (item.start, item.stop, item.step))
-    return item is None or (hasattr(item, "__index__") and not isinstance(item, (bool, DTensor, platform.Tensor)))
+        return not any(
+            isinstance(part, DTensor) for part in (item.start, item.stop, item.step)
+        )
+    return item is None or (
+        hasattr(item, "__index__")
+        and not isinstance(item, (bool, DTensor, platform.Tensor))
+    )
 
 
 def _is_known(item: Any) -> bool:
     """Whether an item is one that the rules here can take, of which the shape does not depend on the data."""
     if isinstance(item, list):
         return all(isinstance(one, int) and not isinstance(one, bool) for one in item)
-    is_rows = isinstance(item, DTensor) and not is_mask(item) and not is_inexact(item.dtype)
+    is_rows = (
+        isinstance(item, DTensor) and not is_mask(item) and not is_inexact(item.dtype)
+    )
     return _is_basic(item) or isinstance(item, slice) or is_rows
 
 
 def _settled(item: Any, input: Any) -> Any:
     """Tensors without dims as ints, lists as tensors."""
     if isinstance(item, slice):
-        return slice(*(int(part) if isinstance(part, DTensor) else part for part in (item.start, item.stop, item.step)))
+        return slice(
+            *(
+                int(part) if isinstance(part, DTensor) else part
+                for part in (item.start, item.stop, item.step)
+            )
+        )
     if isinstance(item, DTensor) and not item.shape:
         return int(item)
     if isinstance(item, list):
-        return replicated(platform.tensor(item, dtype=platform.str_to_dtype("int64"), device=input.device), input)
+        return replicated(
+            platform.tensor(
+                item, dtype=platform.str_to_dtype("int64"), device=input.device
+            ),
+            input,
+        )
     return item
 
 
@@ -126,7 +148,9 @@ def _read(input: Any, index: Any) -> Any:
     """What is basic first, as torch does it, then the tensors."""
     items = [_settled(item, input) for item in spread(index, len(input.shape))]
     taken = input[tuple(ALL if isinstance(item, DTensor) else item for item in items)]
-    left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]  # an int takes its dim away
+    left = [
+        item for item in items if item is None or isinstance(item, (slice, DTensor))
+    ]  # an int takes its dim away
     at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
     if not at:
         return taken
@@ -143,7 +167,9 @@ def _looked_up(input: Any, dim: int, index: Any) -> Any:
     rows = platform.operator("where")(index < 0, index + size, index)
     if len(index.shape) == 1:
         return input.index_select(dim, rows)
-    return platform.operator("unflatten")(input.index_select(dim, rows.reshape(-1)), dim, tuple(index.shape))
+    return platform.operator("unflatten")(
+        input.index_select(dim, rows.reshape(-1)), dim, tuple(index.shape)
+    )
 
 
 def index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
@@ -156,7 +182,9 @@ def _index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Ruled:
     left = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
     right = with_indices(left, dims, ["..."])
     text = f"{' '.join(left)}, {', '.join(['...'] * len(indices))} -> {' '.join(right)}"
-    return Ruled(Rule(text, linear=((0,),), carries=REDUCE_OPS), operands=[input, *indices])
+    return Ruled(
+        Rule(text, linear=((0,),), carries=REDUCE_OPS), operands=[input, *indices]
+    )
 
 
 operator("getitem", "input, index", _getitem, view=True)
@@ -173,7 +201,11 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
         _assign_by_masks(input, items, value)
         return
     items = [_settled(item, input) for item in items]
-    assign = _assign_by_tensors if any(isinstance(item, DTensor) for item in items) else _assign
+    assign = (
+        _assign_by_tensors
+        if any(isinstance(item, DTensor) for item in items)
+        else _assign
+    )
     assign(input, items, value)
 
 
@@ -182,7 +214,9 @@ def _as_value(value: Any, input: Any) -> Any:
     if isinstance(value, DTensor):
         one_mesh("setitem", [input, value])
     elif not isinstance(value, (bool, int, float, complex)):
-        raise TypeError(f"can't assign a {type(value).__name__} to a distributed tensor")
+        raise TypeError(
+            f"can't assign a {type(value).__name__} to a distributed tensor"
+        )
     return value
 
 
@@ -190,7 +224,9 @@ def _filled(value: Any, input: Any) -> Any:
     """A number as a tensor."""
     if isinstance(value, DTensor):
         return value
-    return replicated(platform.full((), value, dtype=input.dtype, device=input.device), input)
+    return replicated(
+        platform.full((), value, dtype=input.dtype, device=input.device), input
+    )
 
 
 def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
@@ -207,7 +243,10 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     value = value.reshape([chosen.length for chosen in ranges])
     layout, summed = _layout_of_value(input, ranges)
     given = local_for(value, layout, summed)
-    parts = [ALL if cut else part for cut, (_, part) in zip(layout.dim_axes, pieces, strict=True)]
+    parts = [
+        ALL if cut else part
+        for cut, (_, part) in zip(layout.dim_axes, pieces, strict=True)
+    ]
     # A rank that has nothing of it writes nothing, but stays in the graph for the sum of the gradient.
     part = platform.operator("getitem")(given, tuple(parts))
     hold(input, platform.assign(input._local, own, part))
@@ -229,9 +268,13 @@ def _stretched(value: Any, region: Sequence[int], input: Any) -> Any:
     return value if tuple(value.shape) == tuple(region) else value.expand(list(region))
 
 
-def _layout_of_value(input: Any, ranges: Sequence[Range]) -> tuple[Layout, tuple[int, ...]]:
+def _layout_of_value(
+    input: Any, ranges: Sequence[Range]
+) -> tuple[Layout, tuple[int, ...]]:
     """How the value lies: as the target along dims that are written whole; along others every rank takes its part."""
-    whole = [chosen.is_all(size) for chosen, size in zip(ranges, input.shape, strict=True)]
+    whole = [
+        chosen.is_all(size) for chosen, size in zip(ranges, input.shape, strict=True)
+    ]
     placements: list[Placement] = []
     summed = []
     for axis, placement in enumerate(input._layout.placements):
@@ -249,11 +292,17 @@ def _assign_by_tensors(input: Any, items: Sequence[Any], value: Any) -> None:
     """
     value = _filled(value, input).to(input.dtype)
     basic = tuple(ALL if isinstance(item, DTensor) else item for item in items)
-    left = [item for item in items if item is None or isinstance(item, (slice, DTensor))]
+    left = [
+        item for item in items if item is None or isinstance(item, (slice, DTensor))
+    ]
     at = {dim: item for dim, item in enumerate(left) if isinstance(item, DTensor)}
     if any(item != ALL for item in basic):
         _setitem(input, basic, put(input[basic], tuple(at), list(at.values()), value))
-    elif input._layout.is_partial() or is_cut(input, tuple(at)) or input._layout.is_empty_somewhere(input.shape):
+    elif (
+        input._layout.is_partial()
+        or is_cut(input, tuple(at))
+        or input._layout.is_empty_somewhere(input.shape)
+    ):
         input.copy_(put(input, tuple(at), list(at.values()), value))
     else:
         DTensor.dispatch(put_at_, (input, tuple(at), list(at.values()), value), {})
@@ -263,13 +312,22 @@ def _assign_by_masks(input: Any, items: Sequence[Any], value: Any) -> None:
     masks = [(i, item) for i, item in enumerate(items) if isinstance(item, DTensor)]
     others = [item for item in items if not isinstance(item, DTensor)]
     single = not isinstance(value, DTensor) or not value.shape
-    if single and len(masks) == 1 and others == [ALL] * len(others) and is_mask(masks[0][1]):
+    if (
+        single
+        and len(masks) == 1
+        and others == [ALL] * len(others)
+        and is_mask(masks[0][1])
+    ):
         ((before, mask),) = masks
         shape, after = tuple(mask.shape), len(others) - before
         indexed = tuple(input.shape)[before : before + len(shape)]
         if indexed != shape:  # masked_fill would stretch it
-            raise IndexError(f"the shape of the mask, {shape}, is not that of the indexed dims, {indexed}")
-        input.masked_fill_(mask.bool().reshape((1,) * before + shape + (1,) * after), value)
+            raise IndexError(
+                f"the shape of the mask, {shape}, is not that of the indexed dims, {indexed}"
+            )
+        input.masked_fill_(
+            mask.bool().reshape((1,) * before + shape + (1,) * after), value
+        )
     else:
         input.copy_(DTensor.dispatch(assigned, (input, tuple(items), value), {}))
 

@@ -27,7 +27,9 @@ Dims = Sequence[int]
 
 
 def _cat(input: Sequence[Any], **_: Any) -> Any:
-    if any(tuple(one.shape) == (0,) for one in input) and any(len(one.shape) != 1 for one in input):
+    if any(tuple(one.shape) == (0,) for one in input) and any(
+        len(one.shape) != 1 for one in input
+    ):
         return _cat_with_empty
     return move("[... {dim}!] -> ... {dim}!")
 
@@ -37,7 +39,9 @@ def _cat_with_empty(input: Sequence[Any], dim: int) -> Any:
     like = next(tuple(one.shape) for one in input if len(one.shape) != 1)
     (at,) = positions(dim, len(like))
     empty = [0 if i == at else size for i, size in enumerate(like)]
-    return platform.operator("cat")([one.view(empty) if tuple(one.shape) == (0,) else one for one in input], dim)
+    return platform.operator("cat")(
+        [one.view(empty) if tuple(one.shape) == (0,) else one for one in input], dim
+    )
 
 
 def _joined(at_least: int, dim: int) -> Callable[..., Any]:
@@ -46,7 +50,9 @@ def _joined(at_least: int, dim: int) -> Callable[..., Any]:
     def handler(input: Sequence[Any]) -> Any:
         tensors = platform.operator(f"atleast_{at_least}d")(*input)
         tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        return platform.operator("cat")(tensors, 0 if len(tensors[0].shape) == 1 else dim)
+        return platform.operator("cat")(
+            tensors, 0 if len(tensors[0].shape) == 1 else dim
+        )
 
     return handler
 
@@ -77,7 +83,11 @@ def _parts_of(size: int, step: int) -> list[int]:
 
 def _split(input: Any, split_size: Any, dim: int) -> Any:
     (at,) = positions(dim, len(input.shape))
-    parts = _parts_of(input.shape[at], split_size) if isinstance(split_size, int) else list(split_size)
+    parts = (
+        _parts_of(input.shape[at], split_size)
+        if isinstance(split_size, int)
+        else list(split_size)
+    )
     return Ruled(SPLIT, {"part": parts}) if parts else None
 
 
@@ -85,18 +95,28 @@ def _chunk(input: Any, chunks: int, dim: int) -> Any:
     size = input.shape[positions(dim, len(input.shape))[0]]
     if chunks <= 0:
         return None
-    return Ruled(SPLIT, {"part": [0] * chunks if size == 0 else _parts_of(size, -(-size // chunks))})
+    return Ruled(
+        SPLIT,
+        {"part": [0] * chunks if size == 0 else _parts_of(size, -(-size // chunks))},
+    )
 
 
 def _tensor_split(input: Any, indices_or_sections: Any, dim: int) -> Any:
     size = input.shape[positions(dim, len(input.shape))[0]]
     if isinstance(indices_or_sections, int):
         count = indices_or_sections
-        parts = [size // count + (i < size % count) for i in range(count)] if count > 0 else []
+        parts = (
+            [size // count + (i < size % count) for i in range(count)]
+            if count > 0
+            else []
+        )
     elif isinstance(indices_or_sections, (list, tuple)):
         stops = [*indices_or_sections, size]
         starts = [0, *indices_or_sections]
-        parts = [len(range(size)[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        parts = [
+            len(range(size)[start:stop])
+            for start, stop in zip(starts, stops, strict=True)
+        ]
     else:
         parts = []  # a tensor, whose values may be others next time
     return Ruled(SPLIT, {"part": parts}) if parts else None
@@ -108,7 +128,9 @@ def _split_along(find: Callable[[int], int]) -> Callable[..., Any]:
     def handler(input: Any, indices: Any) -> Any:
         dim = find(len(input.shape))
         if isinstance(indices, int) and (indices <= 0 or input.shape[dim] % indices):
-            raise RuntimeError(f"a dim of size {input.shape[dim]} cannot be split into {indices} equal parts")
+            raise RuntimeError(
+                f"a dim of size {input.shape[dim]} cannot be split into {indices} equal parts"
+            )
         return platform.operator("tensor_split")(input, indices, dim)
 
     return handler
@@ -120,7 +142,9 @@ operator("chunk", "input, chunks, dim=0", _chunk, view=True)
 operator("unsafe_split unsafe_split_with_sizes", "input, split_size, dim=0", _split)
 operator("unsafe_chunk", "input, chunks, dim=0", _chunk)
 operator("tensor_split", "input, indices_or_sections, dim=0", _tensor_split, view=True)
-operator("hsplit", "input, indices", handler=_split_along(lambda ndim: min(1, ndim - 1)))
+operator(
+    "hsplit", "input, indices", handler=_split_along(lambda ndim: min(1, ndim - 1))
+)
 operator("vsplit", "input, indices", handler=_split_along(lambda _: 0))
 operator("dsplit", "input, indices", handler=_split_along(lambda _: 2))
 operator("unbind", "input, dim=0", move("... {dim}! -> [...]"), view=True)
@@ -132,7 +156,9 @@ def _repeat(input: Any, repeats: Any) -> Any:
     shape, counts = tuple(input.shape), ints(repeats)
     new = len(counts) - len(shape)
     if new < 0:
-        raise RuntimeError(f"repeat: {list(counts)} has fewer entries than the tensor of shape {list(shape)} has dims")
+        raise RuntimeError(
+            f"repeat: {list(counts)} has fewer entries than the tensor of shape {list(shape)} has dims"
+        )
     left, right = [f"d{i}" for i in range(len(shape))], []
     sizes: dict[str, int] = {}
     for i, count in enumerate(counts):
@@ -170,18 +196,25 @@ def _repeat_each(input: Any, repeats: Any, dim: int | None, **_: Any) -> Any:
     """Every element so many times as a tensor says: the places to read, known to all ranks, are as many as that."""
     if dim is None or not input.shape:
         return _repeat_each(input.reshape(-1), repeats, 0)
-    rows = platform.operator("repeat_interleave")(repeats.full_tensor().expand(input.shape[dim]))
+    rows = platform.operator("repeat_interleave")(
+        repeats.full_tensor().expand(input.shape[dim])
+    )
     return input.index_select(dim, replicated(rows, input))
 
 
 def _repeat_shard(here: Here, input: Any, repeats: int, dim: int, **_: Any) -> Any:
-    return here.function(input, repeats, dim)  # without output_size, which is the whole's
+    return here.function(
+        input, repeats, dim
+    )  # without output_size, which is the whole's
 
 
 operator("repeat", "input, *repeats", _repeat)
 operator("tile", "input, *dims", _tile)
 operator(
-    "repeat_interleave", "input, repeats=None, dim=None, *, output_size=None", _repeat_interleave, local=_repeat_shard
+    "repeat_interleave",
+    "input, repeats=None, dim=None, *, output_size=None",
+    _repeat_interleave,
+    local=_repeat_shard,
 )
 
 # --- other places
@@ -208,7 +241,11 @@ operator("roll", "input, shifts, dims=None", _in_place_of)
 operator("flip", "input, *dims", _in_place_of)
 operator("fliplr", "input", lambda input: _in_place_of(input, 1))
 operator("flipud", "input", lambda input: _in_place_of(input, 0))
-operator("__reversed__", "input", handler=lambda input: input.flip(0) if input.shape else input)
+operator(
+    "__reversed__",
+    "input",
+    handler=lambda input: input.flip(0) if input.shape else input,
+)
 operator("rot90", "input, k=1, dims=(0, 1)", _rot90)
 
 
@@ -216,7 +253,11 @@ def _pad(input: Any, pad: Any, mode: str, value: Any) -> Any:
     """Dims that get nothing may be cut; what is added is not linear unless it is zero or a copy of elements."""
     pads = ints(pad)
     ndim = len(input.shape)
-    added = {ndim - 1 - i // 2: sum(pads[i : i + 2]) for i in range(0, len(pads), 2) if any(pads[i : i + 2])}
+    added = {
+        ndim - 1 - i // 2: sum(pads[i : i + 2])
+        for i in range(0, len(pads), 2)
+        if any(pads[i : i + 2])
+    }
     if mode == "constant":
         left = [f"d{i}{'!' if i in added else ''}" for i in range(ndim)]
         carries = REDUCE_OPS if not value else ()
@@ -227,7 +268,12 @@ def _pad(input: Any, pad: Any, mode: str, value: Any) -> Any:
         carries = REDUCE_OPS
     right = [f"o{i}!" if i in added else name for i, name in enumerate(left)]
     sizes = {f"o{i}": input.shape[i] + more for i, more in added.items()}
-    rule = Rule(f"{' '.join(left)} -> {' '.join(right)}", linear=((0,),), carries=carries, broadcast="none")
+    rule = Rule(
+        f"{' '.join(left)} -> {' '.join(right)}",
+        linear=((0,),),
+        carries=carries,
+        broadcast="none",
+    )
     return Ruled(rule, sizes)
 
 
@@ -243,10 +289,17 @@ operator("tril triu", "input, diagonal=0", move("... r c -> ... r c"), local=_tr
 
 def _diag(input: Any, diagonal: int) -> Any:
     if len(input.shape) == 1:
-        return moved(["d!"], ["r!", "c!"], r=input.shape[0] + abs(diagonal), c=input.shape[0] + abs(diagonal))
+        return moved(
+            ["d!"],
+            ["r!", "c!"],
+            r=input.shape[0] + abs(diagonal),
+            c=input.shape[0] + abs(diagonal),
+        )
     if len(input.shape) != 2:
         return None
-    return moved(["r!", "c!"], ["d!"], d=diagonal_size(input.shape[0], input.shape[1], diagonal))
+    return moved(
+        ["r!", "c!"], ["d!"], d=diagonal_size(input.shape[0], input.shape[1], diagonal)
+    )
 
 
 def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
@@ -255,10 +308,17 @@ def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
     kept = [f"d{i}" for i in range(ndim - 2)]
     size = input.shape[-1] + abs(offset)
     following = iter(kept)
-    right = ["r!" if i == one else "c!" if i == other else next(following) for i in range(ndim)]
+    right = [
+        "r!" if i == one else "c!" if i == other else next(following)
+        for i in range(ndim)
+    ]
     return moved([*kept, "last!"], right, r=size, c=size)
 
 
 operator("diag", "input, diagonal=0", _diag)
 operator("diag_embed", "input, offset=0, dim1=-2, dim2=-1", _diag_embed)
-operator("diagflat", "input, offset=0", handler=lambda input, offset: input.reshape(-1).diag(offset))
+operator(
+    "diagflat",
+    "input, offset=0",
+    handler=lambda input, offset: input.reshape(-1).diag(offset),
+)

@@ -28,7 +28,10 @@ call = platform.operator
 MATRIX = "... r! c!"
 SAME, NUMBER = f"{MATRIX} -> {MATRIX}", f"{MATRIX} -> ..."
 PIVOTED, EIGEN = f"{SAME}, ... k!", f"{MATRIX} -> ... c!, {MATRIX}"
-REDUCED_QR, FULL_QR = f"{MATRIX} -> ... r! k!, ... k! c!", f"{MATRIX} -> ... r! p!, ... r! c!"
+REDUCED_QR, FULL_QR = (
+    f"{MATRIX} -> ... r! k!, ... k! c!",
+    f"{MATRIX} -> ... r! p!, ... r! c!",
+)
 TABLE = [
     ("linalg_cholesky", "input, *, upper=False", SAME),
     ("cholesky cholesky_inverse", "input, upper=False", SAME),
@@ -46,7 +49,11 @@ TABLE = [
     ("linalg_lu_factor", "A, *, pivot=True", PIVOTED),
     ("linalg_lu_factor_ex", "A, *, pivot=True, check_errors=False", f"{PIVOTED}, ..."),
     ("linalg_ldl_factor", "input, *, hermitian=False", PIVOTED),
-    ("linalg_ldl_factor_ex", "input, *, hermitian=False, check_errors=False", f"{PIVOTED}, ..."),
+    (
+        "linalg_ldl_factor_ex",
+        "input, *, hermitian=False, check_errors=False",
+        f"{PIVOTED}, ...",
+    ),
     ("geqrf", "input", PIVOTED),
     ("linalg_eig", "input", EIGEN),
     ("linalg_eigh", "input, UPLO='L'", EIGEN),
@@ -60,12 +67,16 @@ def _of_matrix(text: str, matrix: Any, **settings: Any) -> Ruled | None:
     if len(matrix.shape) < 2:
         return None  # torch says what is wrong with it
     rows, columns = matrix.shape[-2:]
-    return Ruled(Rule(text, **settings), {"k": min(rows, columns), "p": rows, "q": columns})
+    return Ruled(
+        Rule(text, **settings), {"k": min(rows, columns), "p": rows, "q": columns}
+    )
 
 
 def _first(text: str) -> Callable[..., Any]:
     def rule(**arguments: Any) -> Any:
-        return _of_matrix(text, arguments["input"] if "input" in arguments else arguments["A"])
+        return _of_matrix(
+            text, arguments["input"] if "input" in arguments else arguments["A"]
+        )
 
     return rule
 
@@ -75,7 +86,9 @@ for _names, _parameters, _text in TABLE:
 
 
 def _lu(A: Any, pivot: bool) -> Any:
-    return _of_matrix(f"{MATRIX} -> ... r! p!, ... r! k!, ... k! c!", A) if pivot else None
+    return (
+        _of_matrix(f"{MATRIX} -> ... r! p!, ... r! k!, ... k! c!", A) if pivot else None
+    )
 
 
 def _lu_of_old(input: Any, pivot: bool, get_infos: bool) -> Any:
@@ -86,7 +99,11 @@ def _lu_of_old(input: Any, pivot: bool, get_infos: bool) -> Any:
 def _lu_unpack(LU_data: Any, unpack_data: bool, unpack_pivots: bool, **_: Any) -> Any:
     """What is not asked for is an empty tensor, whatever the batch."""
     text = f"{MATRIX}, ... k! -> ... r! p!, ... r! k!, ... k! c!"
-    return _of_matrix(text, LU_data, broadcast="none") if unpack_data and unpack_pivots else None
+    return (
+        _of_matrix(text, LU_data, broadcast="none")
+        if unpack_data and unpack_pivots
+        else None
+    )
 
 
 def _linalg_qr(A: Any, mode: str) -> Any:
@@ -95,12 +112,20 @@ def _linalg_qr(A: Any, mode: str) -> Any:
 
 
 def _linalg_svd(A: Any, full_matrices: bool, **_: Any) -> Any:
-    sizes = "... r! p!, ... k!, ... q! c!" if full_matrices else "... r! k!, ... k!, ... k! c!"
+    sizes = (
+        "... r! p!, ... k!, ... q! c!"
+        if full_matrices
+        else "... r! k!, ... k!, ... k! c!"
+    )
     return _of_matrix(f"{MATRIX} -> {sizes}", A)
 
 
 def _svd(input: Any, some: bool, compute_uv: bool) -> Any:
-    sizes = "... r! k!, ... k!, ... c! k!" if some and compute_uv else "... r! p!, ... k!, ... c! q!"
+    sizes = (
+        "... r! k!, ... k!, ... c! k!"
+        if some and compute_uv
+        else "... r! p!, ... k!, ... c! q!"
+    )
     return _of_matrix(f"{MATRIX} -> {sizes}", input)
 
 
@@ -110,20 +135,37 @@ def _with_tolerance(result: str) -> Callable[..., Any]:
     def rule(input: Any, hermitian: bool, **tolerances: Any) -> Any:  # noqa: ARG001 - as it is called
         if len(input.shape) < 2:
             return None
-        return Ruled(Rule(f"{MATRIX}, ..., ..., ... -> {result}"), operands=[input, *tolerances.values()])
+        return Ruled(
+            Rule(f"{MATRIX}, ..., ..., ... -> {result}"),
+            operands=[input, *tolerances.values()],
+        )
 
     return rule
 
 
 operator("linalg_lu", "A, *, pivot=True", _lu)
 operator("lu", "input, pivot=True, get_infos=False", handler=_lu_of_old)
-operator("lu_unpack", "LU_data, LU_pivots, unpack_data=True, unpack_pivots=True", _lu_unpack)
+operator(
+    "lu_unpack", "LU_data, LU_pivots, unpack_data=True, unpack_pivots=True", _lu_unpack
+)
 operator("linalg_qr", "A, mode='reduced'", _linalg_qr)
-operator("qr", "input, some=True", lambda input, some: _of_matrix(REDUCED_QR if some else FULL_QR, input))
+operator(
+    "qr",
+    "input, some=True",
+    lambda input, some: _of_matrix(REDUCED_QR if some else FULL_QR, input),
+)
 operator("linalg_svd", "A, full_matrices=True, *, driver=None", _linalg_svd)
 operator("svd", "input, some=True, compute_uv=True", _svd)
-operator("linalg_pinv", "input, rcond=None, hermitian=False, *, atol=None, rtol=None", _with_tolerance("... c! r!"))
-operator("linalg_matrix_rank", "input, tol=None, hermitian=False, *, atol=None, rtol=None", _with_tolerance("..."))
+operator(
+    "linalg_pinv",
+    "input, rcond=None, hermitian=False, *, atol=None, rtol=None",
+    _with_tolerance("... c! r!"),
+)
+operator(
+    "linalg_matrix_rank",
+    "input, tol=None, hermitian=False, *, atol=None, rtol=None",
+    _with_tolerance("..."),
+)
 
 # --- systems of equations: a column of the right side needs no other
 
@@ -140,14 +182,18 @@ def _solve(name: str) -> Callable[..., Any]:
 
     def rule(A: Any, B: Any, left: bool, **_: Any) -> Any:
         batch, several = tuple(A.shape[:-2]), len(A.shape) == len(B.shape) + 1
-        are_vectors = len(B.shape) == 1 or (several and tuple(B.shape) == tuple(A.shape[:-1]))
+        are_vectors = len(B.shape) == 1 or (
+            several and tuple(B.shape) == tuple(A.shape[:-1])
+        )
         if several and not are_vectors:
             return with_batch  # or a shard of A may look as if B were a vector for each of its matrices
         right = "... r!" if are_vectors else COLUMNS if left else ROWS
         if name == "linalg_solve":
             return _linear_in(1, f"{MATRIX}, {right} -> {right}")
         # It says for each matrix of A how it went, not for each system.
-        alike = len(B.shape) == 1 or batch == tuple(B.shape[: len(B.shape) - (1 if are_vectors else 2)])
+        alike = len(B.shape) == 1 or batch == tuple(
+            B.shape[: len(B.shape) - (1 if are_vectors else 2)]
+        )
         return Rule(f"{MATRIX}, {right} -> {right}, ...") if alike else None
 
     return rule
@@ -169,21 +215,49 @@ def _ormqr(left: bool, **_: Any) -> Rule:
 
 
 operator("linalg_solve", "A, B, *, left=True", _solve("linalg_solve"))
-operator("linalg_solve_ex", "A, B, *, left=True, check_errors=False", _solve("linalg_solve_ex"))
-operator("linalg_solve_triangular", "input, B, *, upper, left=True, unitriangular=False", _either_side(1, MATRIX))
-operator("linalg_lu_solve", "LU, pivots, B, *, left=True, adjoint=False", _either_side(2, f"{MATRIX}, ... r!"))
-operator("lu_solve", "input, LU_data, LU_pivots", _linear_in(0, f"{COLUMNS}, {MATRIX}, ... r! -> {COLUMNS}"))
 operator(
-    "linalg_ldl_solve", "LD, pivots, B, *, hermitian=False", _linear_in(2, f"{MATRIX}, ... r!, {COLUMNS} -> {COLUMNS}")
+    "linalg_solve_ex",
+    "A, B, *, left=True, check_errors=False",
+    _solve("linalg_solve_ex"),
 )
-operator("cholesky_solve", "input, input2, upper=False", _linear_in(0, f"{COLUMNS}, {MATRIX} -> {COLUMNS}"))
+operator(
+    "linalg_solve_triangular",
+    "input, B, *, upper, left=True, unitriangular=False",
+    _either_side(1, MATRIX),
+)
+operator(
+    "linalg_lu_solve",
+    "LU, pivots, B, *, left=True, adjoint=False",
+    _either_side(2, f"{MATRIX}, ... r!"),
+)
+operator(
+    "lu_solve",
+    "input, LU_data, LU_pivots",
+    _linear_in(0, f"{COLUMNS}, {MATRIX}, ... r! -> {COLUMNS}"),
+)
+operator(
+    "linalg_ldl_solve",
+    "LD, pivots, B, *, hermitian=False",
+    _linear_in(2, f"{MATRIX}, ... r!, {COLUMNS} -> {COLUMNS}"),
+)
+operator(
+    "cholesky_solve",
+    "input, input2, upper=False",
+    _linear_in(0, f"{COLUMNS}, {MATRIX} -> {COLUMNS}"),
+)
 operator(
     "triangular_solve",
     "input, A, upper=True, transpose=False, unitriangular=False",
     Rule(f"{COLUMNS}, {MATRIX} -> {COLUMNS}, {MATRIX}"),
 )
-operator("orgqr", "input, input2", Rule(f"{MATRIX}, ... t! -> {MATRIX}", broadcast="none"))
-operator("linalg_householder_product", "input, tau", Rule(f"{MATRIX}, ... t! -> {MATRIX}", broadcast="none"))
+operator(
+    "orgqr", "input, input2", Rule(f"{MATRIX}, ... t! -> {MATRIX}", broadcast="none")
+)
+operator(
+    "linalg_householder_product",
+    "input, tau",
+    Rule(f"{MATRIX}, ... t! -> {MATRIX}", broadcast="none"),
+)
 operator("ormqr", "input, input2, input3, left=True, transpose=False", _ormqr)
 
 
@@ -198,7 +272,9 @@ def _tensorsolve(input: Any, other: Any, dims: Any) -> Any:
         last = range(len(input.shape))[-len(ints(dims)) :]
         input = input.movedim(ints(dims), tuple(last))
     flat = input.reshape((math.prod(other.shape), -1))
-    return call("linalg_solve")(flat, other.reshape(-1)).reshape(tuple(input.shape[len(other.shape) :]))
+    return call("linalg_solve")(flat, other.reshape(-1)).reshape(
+        tuple(input.shape[len(other.shape) :])
+    )
 
 
 operator("linalg_tensorinv", "input, ind=2", handler=_tensorinv)
@@ -233,13 +309,21 @@ def _kron(input: Any, other: Any) -> Rule:
         {ndim - len(one.shape) + i: f"{letter}{i}" for i in range(len(one.shape))}
         for letter, one in (("a", input), ("b", other))
     )
-    both = [f"({outer[i]} {inner[i]})" if i in outer and i in inner else (outer | inner)[i] for i in range(ndim)]
-    return einsum(f"{' '.join(outer.values())}, {' '.join(inner.values())} -> {' '.join(both)}", broadcast="none")
+    both = [
+        f"({outer[i]} {inner[i]})" if i in outer and i in inner else (outer | inner)[i]
+        for i in range(ndim)
+    ]
+    return einsum(
+        f"{' '.join(outer.values())}, {' '.join(inner.values())} -> {' '.join(both)}",
+        broadcast="none",
+    )
 
 
 def _trace(here: Here, input: Any) -> Any:
     """The diagonal of the whole begins elsewhere in a shard."""
-    return call("sum")(call("diagonal")(input, here.offset("r") - here.offset("c"), 0, 1))
+    return call("sum")(
+        call("diagonal")(input, here.offset("r") - here.offset("c"), 0, 1)
+    )
 
 
 operator("cross", "input, other, dim=None", _cross)
@@ -252,7 +336,11 @@ operator("trace", "input", reduction("sum", "r c ->"), local=_trace)
 
 
 def _vander(x: Any, N: Any, **_: Any) -> Any:
-    return Ruled(Rule("... -> ... powers!"), {"powers": x.shape[-1] if N is None else N}) if x.shape else None
+    return (
+        Ruled(Rule("... -> ... powers!"), {"powers": x.shape[-1] if N is None else N})
+        if x.shape
+        else None
+    )
 
 
 def _vander_of_shard(here: Here, x: Any, N: Any, **more: Any) -> Any:  # noqa: ARG001 - as it is called
@@ -260,7 +348,10 @@ def _vander_of_shard(here: Here, x: Any, N: Any, **more: Any) -> Any:  # noqa: A
 
 
 def _block_diag(input: Sequence[Any]) -> Any:
-    texts = [" ".join([f"r{i}!", f"c{i}!"][2 - len(one.shape) :]) for i, one in enumerate(input)]
+    texts = [
+        " ".join([f"r{i}!", f"c{i}!"][2 - len(one.shape) :])
+        for i, one in enumerate(input)
+    ]
     shapes = [(1, 1, *one.shape)[-2:] for one in input]
     rule = Rule(
         f"{', '.join(texts)} -> rows! columns!",
@@ -318,7 +409,9 @@ def _basis(matrix: Any, q: int, rounds: int) -> Any:
 def _pca_lowrank(A: Any, q: int | None, center: bool, niter: int) -> Any:
     least = min(A.shape[-2:])
     if q is not None and not 0 <= q <= least:
-        raise ValueError(f"q(={q}) must be non-negative integer and not greater than min(m, n)={least}")
+        raise ValueError(
+            f"q(={q}) must be non-negative integer and not greater than min(m, n)={least}"
+        )
     if niter < 0:
         raise ValueError(f"niter(={niter}) must be non-negative integer")
     mean = call("mean")(A, -2, True) if center else None

@@ -38,10 +38,18 @@ def _multihead(
     if not is_batched:
         query, key, value = _batches_of_one(query, key, value)
     length, batch, width = query.shape
-    _require(width == embed_dim_to_check, f"an embedding of {embed_dim_to_check}, got {width}")
-    _require(width % num_heads == 0, f"an embedding that {num_heads} heads divide, got {width}")
+    _require(
+        width == embed_dim_to_check,
+        f"an embedding of {embed_dim_to_check}, got {width}",
+    )
+    _require(
+        width % num_heads == 0,
+        f"an embedding that {num_heads} heads divide, got {width}",
+    )
     mask, is_causal = _mask(query, key, num_heads, need_weights=need_weights, **more)
-    q, k, v, mask = _heads(_projected(query, key, value, **more), (batch, num_heads), mask, **more)
+    q, k, v, mask = _heads(
+        _projected(query, key, value, **more), (batch, num_heads), mask, **more
+    )
     dropped = dropout_p if training else 0.0
     weights = None
     if need_weights:
@@ -81,15 +89,27 @@ def _mask(
     **_: Any,
 ) -> tuple[Any, bool]:
     """What is added to the scores, and whether the attention itself leaves out what comes later."""
-    _require(not is_causal or attn_mask is not None, "an attn_mask with is_causal, which is a hint about it")
+    _require(
+        not is_causal or attn_mask is not None,
+        "an attn_mask with is_causal, which is a hint about it",
+    )
     (length, batch, _width), keys = query.shape, key.shape[0]
     if is_causal and key_padding_mask is None and not need_weights:
         return None, True
     mask = None
     if attn_mask is not None:
-        wanted = (length, keys) if len(attn_mask.shape) == 2 else (batch * heads, length, keys)
-        _require(tuple(attn_mask.shape) == wanted, f"an attn_mask of shape {wanted}, got {tuple(attn_mask.shape)}")
-        shape = (1, 1, length, keys) if len(wanted) == 2 else (batch, heads, length, keys)
+        wanted = (
+            (length, keys)
+            if len(attn_mask.shape) == 2
+            else (batch * heads, length, keys)
+        )
+        _require(
+            tuple(attn_mask.shape) == wanted,
+            f"an attn_mask of shape {wanted}, got {tuple(attn_mask.shape)}",
+        )
+        shape = (
+            (1, 1, length, keys) if len(wanted) == 2 else (batch, heads, length, keys)
+        )
         mask = _added(attn_mask, query).reshape(shape)
     if key_padding_mask is not None:
         padding = _added(key_padding_mask, query).reshape(batch, 1, 1, keys)
@@ -123,13 +143,18 @@ def _projected(
     if not use_separate_proj_weight:
         weights = _thirds(in_proj_weight, query)
     biases = [None] * 3 if in_proj_bias is None else _thirds(in_proj_bias, query)
-    return [call("linear")(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+    return [
+        call("linear")(x, w, b)
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)
+    ]
 
 
 def _thirds(packed: Any, query: Any) -> list[Any]:
     """The projections that are packed in one tensor; where its rows are cut, and no batch is, theirs are."""
     pairs = zip(packed.placements, query.placements, strict=True)
-    placements = [p if p.is_shard(0) and not q.is_shard() else Replicate() for p, q in pairs]
+    placements = [
+        p if p.is_shard(0) and not q.is_shard() else Replicate() for p, q in pairs
+    ]
     parts = call("chunk")(packed, 3)
     if all(p.is_replicate() for p in placements):
         return list(parts)
@@ -154,15 +179,25 @@ def _heads(
     _require((bias_k is None) == (bias_v is None), "bias_k and bias_v together")
     query, *others = projected
     if bias_k is not None:
-        _require(static_k is None and static_v is None, "no bias for keys that are given")
+        _require(
+            static_k is None and static_v is None, "no bias for keys that are given"
+        )
         rows = [bias.expand(1, batches[0], -1) for bias in (bias_k, bias_v)]
         others = [call("cat")([x, row]) for x, row in zip(others, rows, strict=True)]
     given = zip(others, (static_k, static_v), strict=True)
-    key, value = (_split(x, batches) if fixed is None else fixed.unflatten(0, batches) for x, fixed in given)
+    key, value = (
+        _split(x, batches) if fixed is None else fixed.unflatten(0, batches)
+        for x, fixed in given
+    )
     if add_zero_attn:
         key, value = (call("pad")(x, (0, 0, 0, 1)) for x in (key, value))
     more = int(bias_k is not None) + int(add_zero_attn)
-    return _split(query, batches), key, value, call("pad")(mask, (0, more)) if more and mask is not None else mask
+    return (
+        _split(query, batches),
+        key,
+        value,
+        call("pad")(mask, (0, more)) if more and mask is not None else mask,
+    )
 
 
 def _split(x: Any, batches: tuple[int, int]) -> Any:
@@ -171,7 +206,9 @@ def _split(x: Any, batches: tuple[int, int]) -> Any:
 
 def _weights(query: Any, key: Any, mask: Any, dropout_p: float) -> Any:
     """How much of each value a query takes."""
-    scores = call("matmul")(query * math.sqrt(1.0 / query.shape[-1]), key.transpose(-2, -1))
+    scores = call("matmul")(
+        query * math.sqrt(1.0 / query.shape[-1]), key.transpose(-2, -1)
+    )
     weights = call("softmax")(scores if mask is None else scores + mask, -1)
     return call("dropout")(weights, dropout_p) if dropout_p else weights
 

@@ -63,26 +63,42 @@ class Operator:
     lists: bool = False
     family: str = ""
 
-    def arguments(self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The arguments by name, with the defaults of those that were not given."""
         names = called.parameters or self.parameters
         found: dict[str, Any] = dict(zip(names, args, strict=False))
         if len(args) > len(names) or (self.rest is not None and self.rest in found):
             if self.rest is None:
-                raise Unruled(f"{len(args)} positional arguments, expected {', '.join(self.parameters)}")
+                raise Unruled(
+                    f"{len(args)} positional arguments, expected {', '.join(self.parameters)}"
+                )
             start = names.index(self.rest) if self.rest in names else len(names)
             more = args[start:]
-            found[self.rest] = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else tuple(more)
+            found[self.rest] = (
+                more[0]
+                if len(more) == 1 and isinstance(more[0], (list, tuple))
+                else tuple(more)
+            )
         found.update(kwargs)
-        for name in [name for name in found if name not in self.defaults and name not in self.parameters]:
+        for name in [
+            name
+            for name in found
+            if name not in self.defaults and name not in self.parameters
+        ]:
             if found[name] is not None:
-                raise Unruled(f"the argument {name}={found[name]!r} is not known to the rule")
+                raise Unruled(
+                    f"the argument {name}={found[name]!r} is not known to the rule"
+                )
             del found[name]
         return {**self.defaults, **found}
 
 
 OPERATORS: dict[str, Operator] = {}
-ON_CHANGE: list[Callable[[], None]] = []  # called when an operator is put into the table
+ON_CHANGE: list[
+    Callable[[], None]
+] = []  # called when an operator is put into the table
 
 
 def operator(

@@ -25,7 +25,11 @@ call = platform.operator
 
 ALONG = "... {dim}! -> ... {dim}!"
 
-operator("sort", "input, dim=-1, descending=False, *, stable=None", Rule(f"{ALONG}, ... {{dim}}!"))
+operator(
+    "sort",
+    "input, dim=-1, descending=False, *, stable=None",
+    Rule(f"{ALONG}, ... {{dim}}!"),
+)
 operator("argsort", "input, dim=-1, descending=False, *, stable=False", Rule(ALONG))
 operator("msort", "input", lambda **_: Ruled(Rule(ALONG), {"dim": 0}))
 
@@ -45,7 +49,10 @@ def _pieces(input: Any, dim: int) -> list[int]:
     """The sizes of the pieces into which a dim is cut."""
     counts = [input.layout.mesh_shape[axis] for axis in input.layout.dim_axes[dim]]
     places = itertools.product(*map(range, counts))
-    return [cut(input.shape[dim], list(zip(counts, place, strict=True)))[1] for place in places]
+    return [
+        cut(input.shape[dim], list(zip(counts, place, strict=True)))[1]
+        for place in places
+    ]
 
 
 def _best_in_stages(input: Any, k: int, dim: int, largest: bool, sorted: bool) -> Any:
@@ -54,18 +61,26 @@ def _best_in_stages(input: Any, k: int, dim: int, largest: bool, sorted: bool) -
     (at,) = positions(dim, len(input.shape))
     start, _ = input.layout.shard_of(input.shape)[at]
     best, index = call("topk")(input.to_local(), k, at, largest, False)
-    values, indices = gather_with_integers(input, (at,), best, index + start, input.shape[at])
+    values, indices = gather_with_integers(
+        input, (at,), best, index + start, input.shape[at]
+    )
     return DTensor.dispatch(best_of, (values, indices, k, at, largest, sorted), {})
 
 
-def best_of(values: Any, indices: Any, k: int, dim: int, largest: bool, sorted: bool) -> Any:
+def best_of(
+    values: Any, indices: Any, k: int, dim: int, largest: bool, sorted: bool
+) -> Any:
     """The k best of these values, and the indices that belong to them."""
     found = values.topk(k, dim, largest, sorted)
     return type(found)((found[0], indices.gather(dim, found[1])))
 
 
 operator("topk", "input, k, dim=-1, largest=True, sorted=True", _topk)
-operator("best_of", "values, indices, k, dim, largest, sorted", Rule(f"... {{dim}}!, ... {{dim}}! -> {BEST}"))
+operator(
+    "best_of",
+    "values, indices, k, dim, largest, sorted",
+    Rule(f"... {{dim}}!, ... {{dim}}! -> {BEST}"),
+)
 
 # --- counts
 
@@ -106,7 +121,9 @@ def _bincount(input: Any, weights: Any, minlength: int) -> Any:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     if not input.shape[0]:
         return DTensor.dispatch(counts_below, (input, None, minlength), {})
-    return DTensor.dispatch(counts_below, (input, weights, max(minlength, most + 1)), {})
+    return DTensor.dispatch(
+        counts_below, (input, weights, max(minlength, most + 1)), {}
+    )
 
 
 def counts_below(input: Any, weights: Any, size: int) -> Any:
@@ -114,7 +131,9 @@ def counts_below(input: Any, weights: Any, size: int) -> Any:
     found = call("bincount")(input, weights, size)
     if weights is None or input.shape[0]:
         return found
-    kept = weights.dtype == platform.str_to_dtype("float32")  # of nothing torch gives integers
+    kept = weights.dtype == platform.str_to_dtype(
+        "float32"
+    )  # of nothing torch gives integers
     return found.to(weights.dtype if kept else platform.str_to_dtype("float64"))
 
 
@@ -141,13 +160,21 @@ def counts_in_bins(input: Any, weight: Any, bins: Any, range: Any) -> Any:
 
 def _counts_in_bins(input: Any, weight: Any, bins: Any, **_: Any) -> Ruled:
     if isinstance(bins, DTensor):
-        return Ruled(Rule("..., ..., edges! -> bins!"), {"bins": bins.shape[0] - 1}, [input, weight, bins])
+        return Ruled(
+            Rule("..., ..., edges! -> bins!"),
+            {"bins": bins.shape[0] - 1},
+            [input, weight, bins],
+        )
     return Ruled(Rule("..., ... -> bins!"), operands=[input, weight])
 
 
 operator("histc", "input, bins=100, min=0, max=0", handler=_histc)
 operator("bincount", "input, weights=None, minlength=0", handler=_bincount)
-operator("histogram", "input, bins=100, *, range=None, weight=None, density=False", handler=_histogram)
+operator(
+    "histogram",
+    "input, bins=100, *, range=None, weight=None, density=False",
+    handler=_histogram,
+)
 operator("counts_between", "input, bins, min, max", Rule("... -> bins!"))
 operator("counts_below", "input, weights, size", Rule("n, n -> size!", linear=((1,),)))
 operator("counts_in_bins", "input, weight, bins, range", _counts_in_bins)

@@ -42,7 +42,9 @@ class DistributedOp:
             return
         rule = Rule(self.rule) if isinstance(self.rule, str) else self.rule
         count = len(rule.notation.operands)
-        names = self.parameters or ", ".join([*(f"operand{i}" for i in range(count)), "*others"])
+        names = self.parameters or ", ".join(
+            [*(f"operand{i}" for i in range(count)), "*others"]
+        )
         operator(op_name, names, rule)
 
     def infer_layout(self, layouts: Any, extra_args: Any = None) -> Any:
@@ -52,25 +54,40 @@ class DistributedOp:
         the arguments that are no distributed tensors.
         """
         raise NotImplementedError(
-            coded("HP318", f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()")
+            coded(
+                "HP318",
+                f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()",
+            )
         )
 
-    def get_expand_impl(self, func: Any, output_layout: Any, layouts: Any, extra_args: Any = None) -> Any:  # noqa: ARG002
+    def get_expand_impl(
+        self,
+        func: Any,  # noqa: ARG002
+        output_layout: Any,  # noqa: ARG002
+        layouts: Any,  # noqa: ARG002
+        extra_args: Any = None,  # noqa: ARG002
+    ) -> Any:
         """What to call on the shards instead of ``func``; None to call it."""
         return None
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.preprocess is not None:
             return self._run_preprocessed(func, args, kwargs)
-        layouts = tuple(arg.layout if isinstance(arg, DTensor) else None for arg in args)
+        layouts = tuple(
+            arg.layout if isinstance(arg, DTensor) else None for arg in args
+        )
         extra = [arg for arg in args if not isinstance(arg, DTensor)]
         results = self.infer_layout(layouts, extra)
         function = self.get_expand_impl(func, results, layouts, extra) or func
         taken = [layout for layout in layouts if layout is not None]
-        taken += [value.layout for value in kwargs.values() if isinstance(value, DTensor)]
+        taken += [
+            value.layout for value in kwargs.values() if isinstance(value, DTensor)
+        ]
         return run_between(self.op_name, function, args, kwargs, taken, results)
 
-    def _run_preprocessed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_preprocessed(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         assert self.preprocess is not None
         local_args, local_kwargs, cache_values = self.preprocess(args, kwargs)
         results = self.infer_layout(cache_values)
@@ -79,8 +96,15 @@ class DistributedOp:
 
         def call(*shards: Any) -> Any:
             # A shard that preprocess() took is replaced by the one whose gradient comes back right.
-            routed = {id(t.to_local()): shard for t, shard in zip(tensors, shards, strict=True)}
-            taken = platform.apply_to_tensors(lambda x: routed.get(id(x), x), (tuple(local_args), dict(local_kwargs)))
+            routed = {
+                id(t.to_local()): shard
+                for t, shard in zip(tensors, shards, strict=True)
+            }
+            taken = platform.apply_to_tensors(
+                lambda x: routed.get(id(x), x), (tuple(local_args), dict(local_kwargs))
+            )
             return function(*taken[0], **taken[1])
 
-        return run_between(self.op_name, call, tensors, {}, [t.layout for t in tensors], results)
+        return run_between(
+            self.op_name, call, tensors, {}, [t.layout for t in tensors], results
+        )

@@ -45,9 +45,15 @@ operator(
     "input",
     ONE,
 )
-operator("arcsinh arctan asinh atan ceil erf exp exp2 expit expm1 fix floor sigmoid sinh tanh trunc", "input", RISING)
+operator(
+    "arcsinh arctan asinh atan ceil erf exp exp2 expit expm1 fix floor sigmoid sinh tanh trunc",
+    "input",
+    RISING,
+)
 operator("erfc", "input", FALLING)
-operator("sqrt", "input", pointwise(1, orders=(Order((0,), "min", "min"),)))  # a negative part makes both a nan
+operator(
+    "sqrt", "input", pointwise(1, orders=(Order((0,), "min", "min"),))
+)  # a negative part makes both a nan
 operator("relu relu6", "input, inplace=False", RISING)
 operator("hardsigmoid hardswish mish selu silu", "input, inplace=False", ONE)
 operator("celu elu", "input, alpha=1.0, inplace=False", ONE)
@@ -62,7 +68,9 @@ operator("round", "input, decimals=0", RISING)
 operator("softplus", "input, beta=1, threshold=20", ONE)
 operator("threshold _threshold", "input, threshold, value, inplace=False", ONE)
 operator("frexp", "input", Rule("... -> ..., ..."))
-operator("neg", "input", lambda input: NEGATED if is_real(input.dtype) else SCALED)  # the least integer stays itself
+operator(
+    "neg", "input", lambda input: NEGATED if is_real(input.dtype) else SCALED
+)  # the least integer stays itself
 operator("deg2rad rad2deg", "input", SCALED_UP)
 operator("positive conj resolve_conj resolve_neg", "input", SAME, view="maybe")
 operator("conj_physical", "input", SCALED)
@@ -70,20 +78,30 @@ operator("real imag", "input", SCALED, view="maybe")
 
 
 def _view_as_real(**_: Any) -> Ruled:
-    return Ruled(Rule("... -> ... pair!", linear=((0,),), broadcast="none"), {"pair": 2})
+    return Ruled(
+        Rule("... -> ... pair!", linear=((0,),), broadcast="none"), {"pair": 2}
+    )
 
 
 def _glu(input: Any, dim: int) -> Any:
-    return Ruled(Rule("... {dim}! -> ... {dim=half}!"), {"half": input.shape[dim] // 2}) if input.shape else None
+    return (
+        Ruled(Rule("... {dim}! -> ... {dim=half}!"), {"half": input.shape[dim] // 2})
+        if input.shape
+        else None
+    )
 
 
 def _polygamma(n: Any, input: Any) -> Ruled:
-    return Ruled(ONE, operands=[n if isinstance(n, DTensor) else input])  # as a method it has the tensor first
+    return Ruled(
+        ONE, operands=[n if isinstance(n, DTensor) else input]
+    )  # as a method it has the tensor first
 
 
 def _complex_shard(here: Here, input: Any) -> Any:
     # An empty shard may have strides that torch does not accept here.
-    return here.function(input if input.numel() else input.reshape(-1).reshape(input.shape))
+    return here.function(
+        input if input.numel() else input.reshape(-1).reshape(input.shape)
+    )
 
 
 PAIRS = Rule("... pair! -> ...", linear=((0,),), broadcast="none")
@@ -101,8 +119,16 @@ def is_zero(value: Any) -> bool:
 # --- two tensors, or a tensor and a number
 
 EITHER = rising(0, 1)
-operator("maximum", "input, other", pointwise(2, orders=(*EITHER, Order((0, 1), "max", "max"))))
-operator("minimum", "input, other", pointwise(2, orders=(*EITHER, Order((0, 1), "min", "min"))))
+operator(
+    "maximum",
+    "input, other",
+    pointwise(2, orders=(*EITHER, Order((0, 1), "max", "max"))),
+)
+operator(
+    "minimum",
+    "input, other",
+    pointwise(2, orders=(*EITHER, Order((0, 1), "min", "min"))),
+)
 operator(
     "eq ne lt le gt ge fmax fmin fmod remainder floor_divide logical_and logical_or logical_xor "
     "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __rlshift__ __rrshift__ atan2 arctan2 "
@@ -128,12 +154,21 @@ def _with_factor(rule: Rule, operands: list[Any], factor: Any) -> Any:
     """A factor (alpha, value) may be a tensor without dims, which optimizers make of a learning rate."""
     if not isinstance(factor, DTensor):
         return rule
-    return Ruled(Rule(rule.text.replace(" ->", ", ->"), linear=rule.linear), operands=[*operands, factor])
+    return Ruled(
+        Rule(rule.text.replace(" ->", ", ->"), linear=rule.linear),
+        operands=[*operands, factor],
+    )
 
 
 def _sum(input: Any, other: Any, alpha: Any) -> Any:
-    if is_zero(other):  # where Python's sum() begins: nothing is added, and what is pending passes
-        return _with_factor(SCALED_UP if is_real(getattr(input, "dtype", None)) else SCALED, [input], alpha)
+    if is_zero(
+        other
+    ):  # where Python's sum() begins: nothing is added, and what is pending passes
+        return _with_factor(
+            SCALED_UP if is_real(getattr(input, "dtype", None)) else SCALED,
+            [input],
+            alpha,
+        )
     return _with_factor(TOGETHER, [input, other], alpha)
 
 
@@ -147,9 +182,15 @@ def _ordered(signs: tuple[int, int]) -> Callable[..., Any]:
             return _sum(input, other, alpha) if signs[0] > 0 else TOGETHER
         orders: tuple[Order, ...] = ()
         for number, sign in enumerate(signs):
-            if is_real(getattr(given[number], "dtype", None)) and _is_on_all_ranks(given[1 - number]):
+            if is_real(getattr(given[number], "dtype", None)) and _is_on_all_ranks(
+                given[1 - number]
+            ):
                 orders += rising(number) if sign > 0 else falling(number)
-        return pointwise(2, linear=[(0, 1)], orders=orders, finite=True) if orders else TOGETHER
+        return (
+            pointwise(2, linear=[(0, 1)], orders=orders, finite=True)
+            if orders
+            else TOGETHER
+        )
 
     return rule
 
@@ -158,7 +199,9 @@ def _is_on_all_ranks(value: Any) -> bool:
     """Whether every rank of the mesh has the same, and so finds the same in it: a number without infinities."""
     if isinstance(value, DTensor):
         is_complex = "complex" in str(value.dtype).lower()
-        return not is_complex and all(placement.is_replicate() for placement in value.layout.placements)
+        return not is_complex and all(
+            placement.is_replicate() for placement in value.layout.placements
+        )
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
@@ -169,7 +212,9 @@ operator("rsub", "input, other, alpha=1", _ordered((-1, 1)))
 operator("complex", "real, imag", pointwise(2, linear=[(0, 1)]))
 operator("mul", "input, other", pointwise(2, linear=[0, 1]))
 operator("ldexp", "input, other", pointwise(2, linear=0))
-operator("polar", "abs, angle", TWO)  # its gradient takes the first to be positive, which parts need not be
+operator(
+    "polar", "abs, angle", TWO
+)  # its gradient takes the first to be positive, which parts need not be
 operator("rdiv", "input, other", pointwise(2, linear=1))
 
 
@@ -181,7 +226,9 @@ def _prelu(input: Any, weight: Any) -> Any:
     """A weight for each channel, which is dim 1; or one for all."""
     names = [f"d{i}" for i in range(len(input.shape))]
     dims = " ".join(names)
-    of_weight = "" if not weight.shape else "one!" if tuple(weight.shape) == (1,) else names[1]
+    of_weight = (
+        "" if not weight.shape else "one!" if tuple(weight.shape) == (1,) else names[1]
+    )
     return Rule(f"{dims}, {of_weight} -> {dims}", broadcast="none")
 
 
@@ -202,7 +249,9 @@ operator("clamp_max", "input, max", pointwise(2, orders=rising(0)))
 
 
 def _added_to(rule: Rule) -> Any:
-    return lambda input, tensor1, tensor2, value: _with_factor(rule, [input, tensor1, tensor2], value)
+    return lambda input, tensor1, tensor2, value: _with_factor(
+        rule, [input, tensor1, tensor2], value
+    )
 
 
 ADDED = "input, tensor1, tensor2, *, value=1"
@@ -217,7 +266,9 @@ def _where(condition: Any, input: Any, other: Any) -> Any:
         return None  # the places where it holds: how many depends on the data
     given = [condition, input, other]
     truth = platform.str_to_dtype("bool")
-    conditions = [i for i, value in enumerate(given) if getattr(value, "dtype", None) == truth]
+    conditions = [
+        i for i, value in enumerate(given) if getattr(value, "dtype", None) == truth
+    ]
     if conditions not in ([0], [1]):
         return THREE
     taken = tuple(i for i in range(3) if i not in conditions and not is_zero(given[i]))
@@ -236,7 +287,12 @@ operator("masked_fill", "input, mask, value", _masked_fill)
 
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is a floating-point or complex one."""
-    return str(dtype).rpartition(".")[2].lower().startswith(("float", "bfloat", "double", "half", "complex"))
+    return (
+        str(dtype)
+        .rpartition(".")[2]
+        .lower()
+        .startswith(("float", "bfloat", "double", "half", "complex"))
+    )
 
 
 def is_real(dtype: Any) -> bool:
@@ -264,21 +320,41 @@ def _cast(input: Any, dtype: Any) -> Any:
     return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
 
 
-def _to(input: Any, to: Any = (), dtype: Any = None, device: Any = None, other: Any = None, **more: Any) -> Any:
+def _to(
+    input: Any,
+    to: Any = (),
+    dtype: Any = None,
+    device: Any = None,
+    other: Any = None,
+    **more: Any,
+) -> Any:
     if any(isinstance(value, DTensor) for value in (*to, other)):
         return _to_like
     dtype = next((value for value in to if isinstance(value, DTYPE)), dtype)
-    device = next((value for value in to if not isinstance(value, (bool, *DTYPE)) and value is not None), device)
+    device = next(
+        (
+            value
+            for value in to
+            if not isinstance(value, (bool, *DTYPE)) and value is not None
+        ),
+        device,
+    )
     if dtype not in (None, input.dtype):
         return _cast(input, dtype)
     stays = str(device or input.device) == str(input.device) and True not in to
-    return itself if stays and not more["copy"] and more["memory_format"] is None else SAME
+    return (
+        itself if stays and not more["copy"] and more["memory_format"] is None else SAME
+    )
 
 
 def _to_like(input: Any, to: Any = (), other: Any = None, **more: Any) -> Any:
     """Of the other tensor only the dtype and the device count."""
     like = other if other is not None else to[0]
-    more |= {**dict(zip(("non_blocking", "copy"), to[1:], strict=False)), "device": like.device, "dtype": like.dtype}
+    more |= {
+        **dict(zip(("non_blocking", "copy"), to[1:], strict=False)),
+        "device": like.device,
+        "dtype": like.dtype,
+    }
     return input.to(**more)
 
 
@@ -289,7 +365,9 @@ def _type(input: Any, dtype: Any, **_: Any) -> Any:
 
 
 def _to_dtype(name: str) -> Any:
-    return lambda input, memory_format: _cast(input, platform.str_to_dtype(name)) if memory_format is None else None
+    return lambda input, memory_format: (
+        _cast(input, platform.str_to_dtype(name)) if memory_format is None else None
+    )
 
 
 def _to_device(name: str) -> Any:
@@ -306,13 +384,33 @@ operator(
     _to,
 )
 operator("type", "input, dtype=None, non_blocking=False", _type)
-operator("type_as", "input, other", handler=lambda input, other: input.to(dtype=other.dtype, device=other.device))
-DTYPES = {"byte": "uint8", "char": "int8", "short": "int16", "int": "int32", "long": "int64", "double": "float64"}
-DTYPES |= {"half": "float16", "float": "float32", "cfloat": "complex64", "cdouble": "complex128"}
+operator(
+    "type_as",
+    "input, other",
+    handler=lambda input, other: input.to(dtype=other.dtype, device=other.device),
+)
+DTYPES = {
+    "byte": "uint8",
+    "char": "int8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "double": "float64",
+}
+DTYPES |= {
+    "half": "float16",
+    "float": "float32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
 for _name in ("bool", "bfloat16", *DTYPES):
     operator(_name, "input, memory_format=None", _to_dtype(DTYPES.get(_name, _name)))
 for _name in ("cpu", "cuda", "npu", "xpu"):
-    operator(_name, "input, device=None, non_blocking=False, memory_format=None", _to_device(_name))
+    operator(
+        _name,
+        "input, device=None, non_blocking=False, memory_format=None",
+        _to_device(_name),
+    )
 
 # --- other values in a tensor
 
@@ -323,7 +421,10 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
         src = src.expand(tuple(input.shape))
     if not is_inexact(input.dtype) or not is_inexact(src.dtype):
         src = src.reduce_partial()  # such a cast is not linear
-    hold(input, platform.changed(input._local, local_for(src, input._layout), non_blocking))
+    hold(
+        input,
+        platform.changed(input._local, local_for(src, input._layout), non_blocking),
+    )
     return input
 
 
@@ -349,4 +450,8 @@ def _allclose(**arguments: Any) -> bool:
 
 
 operator("equal", "input, other", handler=_equal)
-operator("allclose", "input, other, rtol=1e-05, atol=1e-08, equal_nan=False", handler=_allclose)
+operator(
+    "allclose",
+    "input, other, rtol=1e-05, atol=1e-08, equal_nan=False",
+    handler=_allclose,
+)

@@ -26,9 +26,21 @@ TABLE = [
     ("addmm", "input, mat1, mat2, *, beta=1, alpha=1", "+m n, m k, k n -> m n"),
     ("addmv", "input, mat, vec, *, beta=1, alpha=1", "+m, m k, k -> m"),
     ("addr", "input, vec1, vec2, *, beta=1, alpha=1", "+m n, m, n -> m n"),
-    ("addbmm", "input, batch1, batch2, *, beta=1, alpha=1", "+m n, b m k, b k n -> m n"),
-    ("baddbmm", "input, batch1, batch2, *, beta=1, alpha=1", "+b m n, b m k, b k n -> b m n"),
-    ("bilinear", "input1, input2, weight, bias=None", "... i!, ... j!, o i! j!, +o -> ... o"),
+    (
+        "addbmm",
+        "input, batch1, batch2, *, beta=1, alpha=1",
+        "+m n, b m k, b k n -> m n",
+    ),
+    (
+        "baddbmm",
+        "input, batch1, batch2, *, beta=1, alpha=1",
+        "+b m n, b m k, b k n -> b m n",
+    ),
+    (
+        "bilinear",
+        "input1, input2, weight, bias=None",
+        "... i!, ... j!, o i! j!, +o -> ... o",
+    ),
 ]
 for names, parameters, text in TABLE:
     operator(names, parameters, einsum(text))
@@ -55,8 +67,12 @@ def _named(letter: str, count: int) -> list[str]:
     return [f"{letter}{i}" for i in range(count)]
 
 
-def _contraction(operands: Sequence[Sequence[str]], result: Sequence[str], broadcast: str = "none") -> Rule:
-    return einsum(f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}", broadcast)
+def _contraction(
+    operands: Sequence[Sequence[str]], result: Sequence[str], broadcast: str = "none"
+) -> Rule:
+    return einsum(
+        f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}", broadcast
+    )
 
 
 def _inner(input: Any, other: Any) -> Rule:
@@ -72,7 +88,9 @@ def _tensordot(a: Any, b: Any, dims: Any) -> Rule | None:
         dims = range(len(left) - dims, len(left)), range(dims)
     elif not isinstance(dims, (list, tuple)):
         return None  # a tensor, whose values are not known here
-    for i, (mine, yours) in enumerate(zip(*((d,) if isinstance(d, int) else d for d in dims), strict=True)):
+    for i, (mine, yours) in enumerate(
+        zip(*((d,) if isinstance(d, int) else d for d in dims), strict=True)
+    ):
         left[mine] = right[yours] = f"k{i}"
     kept = [name for name in (*left, *right) if not name.startswith("k")]
     return _contraction([left, right], kept, broadcast="all")
@@ -86,12 +104,18 @@ def _chain(input: Sequence[Any]) -> Ruled:
         names[0] = ["k1"]
     if len(input[last].shape) == 1:
         names[last] = [f"k{last}"]
-    kept = [name for name in (names[0][0], names[last][-1]) if name in ("k0", f"k{last + 1}")]
+    kept = [
+        name
+        for name in (names[0][0], names[last][-1])
+        if name in ("k0", f"k{last + 1}")
+    ]
     return Ruled(_contraction(names, kept), operands=list(input))
 
 
 def _einsum(equation: str, operands: Sequence[Any]) -> Ruled:
-    return Ruled(einsum(from_equation(equation), broadcast="all"), operands=list(operands))
+    return Ruled(
+        einsum(from_equation(equation), broadcast="all"), operands=list(operands)
+    )
 
 
 operator("matmul", "input, other", _matmul)

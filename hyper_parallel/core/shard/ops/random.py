@@ -45,14 +45,18 @@ def _of_channels(batched: int | None) -> Callable[..., Rule]:
 
     def rule(input: Any, **_: Any) -> Rule:
         free = 2 if batched is None or len(input.shape) == batched else 1
-        dims = " ".join(f"d{i}{'' if i < free else '!'}" for i in range(len(input.shape)))
+        dims = " ".join(
+            f"d{i}{'' if i < free else '!'}" for i in range(len(input.shape))
+        )
         return Rule(f"{dims} -> {dims}", linear=((0,),))
 
     return rule
 
 
 def _channels_moved(**arguments: Any) -> Rule:
-    return Rule(_of_channels(None)(**arguments).text)  # what is dropped becomes a number, and so nothing is linear
+    return Rule(
+        _of_channels(None)(**arguments).text
+    )  # what is dropped becomes a number, and so nothing is linear
 
 
 DROPOUT = "input, p=0.5, training=True, inplace=False"
@@ -67,7 +71,9 @@ for _names, _rule in {
     operator(_names, DROPOUT, _unless_off(_rule), local=_drop_shard)
 
 
-def _rrelu_shard(here: Here, input: Any, lower: float, upper: float, training: bool, **_: Any) -> Any:
+def _rrelu_shard(
+    here: Here, input: Any, lower: float, upper: float, training: bool, **_: Any
+) -> Any:
     def call() -> Any:
         return here.function(input, lower, upper, training)
 
@@ -79,13 +85,23 @@ def _without_generator(generator: Any, **_: Any) -> Any:
 
 
 def _draw_shard(here: Here, input: Any, p: float | None = None, **_: Any) -> Any:
-    return _drawn(here, lambda: here.function(input) if p is None else here.function(input, p))
+    return _drawn(
+        here, lambda: here.function(input) if p is None else here.function(input, p)
+    )
 
 
 operator(
-    "rrelu", "input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False", ONE, local=_rrelu_shard
+    "rrelu",
+    "input, lower=0.125, upper=0.3333333333333333, training=False, inplace=False",
+    ONE,
+    local=_rrelu_shard,
 )
-operator("bernoulli", "input, p=None, *, generator=None", _without_generator, local=_draw_shard)
+operator(
+    "bernoulli",
+    "input, p=None, *, generator=None",
+    _without_generator,
+    local=_draw_shard,
+)
 operator("poisson", "input, generator=None", _without_generator, local=_draw_shard)
 
 
@@ -96,12 +112,17 @@ def _multinomial(input: Any, num_samples: int, generator: Any, **_: Any) -> Any:
     return Ruled(Rule(f"{batch}c! -> {batch}s!"), {"s": num_samples})
 
 
-def _choose_of_shard(here: Here, input: Any, num_samples: int, replacement: bool, **_: Any) -> Any:
+def _choose_of_shard(
+    here: Here, input: Any, num_samples: int, replacement: bool, **_: Any
+) -> Any:
     return _drawn(here, lambda: here.function(input, num_samples, replacement))
 
 
 operator(
-    "multinomial", "input, num_samples, replacement=False, *, generator=None", _multinomial, local=_choose_of_shard
+    "multinomial",
+    "input, num_samples, replacement=False, *, generator=None",
+    _multinomial,
+    local=_choose_of_shard,
 )
 operator("native_dropout_backward", "grad_output, mask, scale", pointwise(2, linear=0))
 
@@ -112,19 +133,38 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draws the whole and writes this rank's part of it into the target."""
     target = args[0] if args else kwargs["tensor"]
     refuse_copy(getattr(func, "__name__", str(func)), target)
-    whole = platform.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
-    as_one_device(target.device_mesh, lambda: _called(func, args, kwargs, target, whole))
-    hold(target, platform.changed(target._local, local_for(replicated(whole, target), target._layout)))
+    whole = platform.empty(
+        tuple(target.shape), dtype=target.dtype, device=target.device
+    )
+    as_one_device(
+        target.device_mesh, lambda: _called(func, args, kwargs, target, whole)
+    )
+    hold(
+        target,
+        platform.changed(
+            target._local, local_for(replicated(whole, target), target._layout)
+        ),
+    )
     return target
 
 
-def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any, whole: Any) -> Any:
+def _called(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any, whole: Any
+) -> Any:
     """The function on plain tensors, with the whole in place of the target."""
 
     def plain(value: Any) -> Any:
-        return whole if value is target else value.full_tensor() if isinstance(value, DTensor) else value
+        return (
+            whole
+            if value is target
+            else value.full_tensor()
+            if isinstance(value, DTensor)
+            else value
+        )
 
-    return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+    return func(
+        *map(plain, args), **{name: plain(value) for name, value in kwargs.items()}
+    )
 
 
 def _initialise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -132,19 +172,31 @@ def _initialise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _fill(func, args, kwargs)
 
 
-operator("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_", "*args", direct=_fill)
+operator(
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
+    "*args",
+    direct=_fill,
+)
 operator("init", "*args", direct=_initialise)
 
 
 def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The whole, cut as the operand is."""
-    like = next(value for value in (*args, *kwargs.values()) if isinstance(value, DTensor))
+    like = next(
+        value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)
+    )
     options = {name: value for name, value in kwargs.items() if name != "requires_grad"}
     empty = platform.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
-    whole = as_one_device(like.device_mesh, lambda: _called(func, args, options, like, empty))
+    whole = as_one_device(
+        like.device_mesh, lambda: _called(func, args, options, like, empty)
+    )
     layout = like._layout.reset_partial()
     shard = platform.clone(layout.part_of(whole))
-    return DTensor(platform.set_requires_grad(shard, bool(kwargs.get("requires_grad"))), layout, like._shape)
+    return DTensor(
+        platform.set_requires_grad(shard, bool(kwargs.get("requires_grad"))),
+        layout,
+        like._shape,
+    )
 
 
 operator("rand_like randn_like randint_like", "*args", direct=_draw_like)
@@ -159,7 +211,9 @@ def _shifted(mean: Any, std: Any, **_: Any) -> Any:
     both = mean + std
     with platform.no_grad():
         drawn = mean + std * platform.operator("randn_like")(both)
-        everywhere = platform.operator("ones_like")(drawn, dtype=platform.str_to_dtype("bool"))
+        everywhere = platform.operator("ones_like")(
+            drawn, dtype=platform.str_to_dtype("bool")
+        )
     return drawn + both.masked_fill(everywhere, 0)
 
 

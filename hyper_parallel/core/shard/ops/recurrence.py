@@ -27,28 +27,43 @@ def _states(hx: Any) -> list[Any]:
 
 def _whole(tensors: Sequence[Any]) -> list[str]:
     """The dims of weights that every rank must have."""
-    return [" ".join(f"w{n}x{i}!" for i in range(len(one.shape))) for n, one in enumerate(tensors)]
+    return [
+        " ".join(f"w{n}x{i}!" for i in range(len(one.shape)))
+        for n, one in enumerate(tensors)
+    ]
 
 
 def _layers(
-    input: Any, hx: Any, params: Any, has_biases: Any, bidirectional: Any = None, batch_first: bool = False, **_: Any
+    input: Any,
+    hx: Any,
+    params: Any,
+    has_biases: Any,
+    bidirectional: Any = None,
+    batch_first: bool = False,
+    **_: Any,
 ) -> Any:
     states = _states(hx)
-    packed = not isinstance(has_biases, bool)  # sequences of different lengths, whose second argument tells them
+    packed = not isinstance(
+        has_biases, bool
+    )  # sequences of different lengths, whose second argument tells them
     if packed or any(len(one.shape) != 3 for one in (input, *states)):
         return None
     steps = "b l! {}!" if batch_first else "l! b {}!"
     of_states = [f"s! b h{n}!" for n in range(len(states))]
-    text = (
-        f"{', '.join([steps.format('i'), *of_states, *_whole(params)])} -> {', '.join([steps.format('o'), *of_states])}"
-    )
+    operands = ", ".join([steps.format("i"), *of_states, *_whole(params)])
+    results = ", ".join([steps.format("o"), *of_states])
+    text = f"{operands} -> {results}"
     width = states[0].shape[2] * (2 if bidirectional else 1)
     return Ruled(Rule(text, broadcast="none"), {"o": width}, [input, *states, *params])
 
 
 def _layers_of_shard(here: Here, dropout: float, train: bool, **more: Any) -> Any:
     drops = dropout and train and more["num_layers"] > 1
-    with platform.seeded(seed_of_piece(here.plan.results[0], here.piece)) if drops else nullcontext():
+    with (
+        platform.seeded(seed_of_piece(here.plan.results[0], here.piece))
+        if drops
+        else nullcontext()
+    ):
         return here.function(**more, dropout=dropout, train=train)
 
 
@@ -79,7 +94,9 @@ def _one_gate(activation: str) -> Callable[..., Any]:
 
     def handler(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> Any:
         linear = platform.operator("linear")
-        return platform.operator(activation)(linear(input, w_ih, b_ih) + linear(hx, w_hh, b_hh))
+        return platform.operator(activation)(
+            linear(input, w_ih, b_ih) + linear(hx, w_hh, b_hh)
+        )
 
     return handler
 

@@ -60,15 +60,26 @@ def _every(dim: Any) -> Any:
 def _adds_up(input: Any, dtype: Any) -> bool:
     """Whether the parts of a pending sum may be cast to this dtype: not where that drops what is behind the point."""
     kinds = ("int", "bool")
-    return bool(platform.is_floating_point(input.to_local())) and not any(kind in str(dtype).lower() for kind in kinds)
+    return bool(platform.is_floating_point(input.to_local())) and not any(
+        kind in str(dtype).lower() for kind in kinds
+    )
 
 
 def _sum_like(kind: str) -> Callable[..., Ruled]:
-    def rule(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Ruled:
-        if "bool" in str(dtype).lower() or (kind == "prod" and "complex" in str(input.dtype).lower()):
-            return whole(keepdim, _every(dim))  # what no collective adds up or multiplies
+    def rule(
+        input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> Ruled:
+        if "bool" in str(dtype).lower() or (
+            kind == "prod" and "complex" in str(input.dtype).lower()
+        ):
+            return whole(
+                keepdim, _every(dim)
+            )  # what no collective adds up or multiplies
         made = reduction(kind, reducing(keepdim))
-        return Ruled(made if _adds_up(input, dtype) else replace(made, linear=()), {"dim": _every(dim)})
+        return Ruled(
+            made if _adds_up(input, dtype) else replace(made, linear=()),
+            {"dim": _every(dim)},
+        )
 
     return rule
 
@@ -96,7 +107,11 @@ operator("count_nonzero", "input, dim=None", _not_linear)
 
 def _staged(handler: Callable[..., Any], results: int = 1) -> Callable[..., Any]:
     def rule(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
-        return handler if is_cut(input, reduced_dims(input, dim)) else whole(keepdim, _every(dim), results=results)
+        return (
+            handler
+            if is_cut(input, reduced_dims(input, dim))
+            else whole(keepdim, _every(dim), results=results)
+        )
 
     return rule
 
@@ -106,21 +121,33 @@ def _logical(name: str) -> Callable[..., Any]:
         input = input.reduce_partial()
         dims = reduced_dims(input, dim)
         function = platform.operator(name)
-        return function(parts_of(input, dims, function(input.to_local(), dims, keepdim=True)), dims, keepdim=keepdim)
+        return function(
+            parts_of(input, dims, function(input.to_local(), dims, keepdim=True)),
+            dims,
+            keepdim=keepdim,
+        )
 
     def rule(input: Any, dim: Any, keepdim: bool) -> Any:
-        return pointwise(1) if dim in ((), []) else _staged(handler)(input, dim, keepdim)  # here () means: none
+        return (
+            pointwise(1) if dim in ((), []) else _staged(handler)(input, dim, keepdim)
+        )  # here () means: none
 
     return rule
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool) -> Any:
     dims = reduced_dims(input, dim)
-    values = input.reduce_partial().to(wide(input.dtype))  # so many may be added that half precision overflows
+    values = input.reduce_partial().to(
+        wide(input.dtype)
+    )  # so many may be added that half precision overflows
     top, total, _ = exponentials_in_stages(values, dims)
     found = elementwise(lambda x: x.log(), total) + elementwise(finite, top)
-    found = found if keepdim else platform.operator("sum")(found, dims)  # over dims of one
-    return found.to(input.dtype) if platform.is_floating_point(input.to_local()) else found
+    found = (
+        found if keepdim else platform.operator("sum")(found, dims)
+    )  # over dims of one
+    return (
+        found.to(input.dtype) if platform.is_floating_point(input.to_local()) else found
+    )
 
 
 def _aminmax(input: Any, dim: Any, keepdim: bool) -> MinMax:
@@ -128,8 +155,13 @@ def _aminmax(input: Any, dim: Any, keepdim: bool) -> MinMax:
 
 
 def _nanmean(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    present = platform.operator("sum")(elementwise(lambda x: ~x.isnan(), input.reduce_partial()), dim, keepdim)
-    return platform.operator("nansum")(input, dim, keepdim, dtype=dtype) / present.reduce_partial()
+    present = platform.operator("sum")(
+        elementwise(lambda x: ~x.isnan(), input.reduce_partial()), dim, keepdim
+    )
+    return (
+        platform.operator("nansum")(input, dim, keepdim, dtype=dtype)
+        / present.reduce_partial()
+    )
 
 
 for name in ("amax", "amin"):
@@ -137,7 +169,11 @@ for name in ("amax", "amin"):
 for name in ("all", "any"):
     operator(name, REDUCE, _logical(name))
 operator("logsumexp", REDUCE, _staged(_logsumexp))
-operator("aminmax", f"input, *, {REDUCE.removeprefix('input, ')}", _staged(_aminmax, results=2))
+operator(
+    "aminmax",
+    f"input, *, {REDUCE.removeprefix('input, ')}",
+    _staged(_aminmax, results=2),
+)
 operator("nanmean", f"{REDUCE}, *, dtype=None", _staged(_nanmean))
 
 # --- the largest and the smallest with their places
@@ -156,7 +192,11 @@ def _extreme(name: str) -> Callable[..., Any]:
         other = dim if isinstance(dim, DTensor) else other
         if other is not None:
             return Ruled(pointwise(2), operands=[input, other])
-        return _staged(of_all)(input) if dim is None else _staged(along, results=2)(input, dim, keepdim)
+        return (
+            _staged(of_all)(input)
+            if dim is None
+            else _staged(along, results=2)(input, dim, keepdim)
+        )
 
     return rule
 
@@ -168,7 +208,11 @@ def _place(name: str) -> Callable[..., Any]:
 
     def rule(input: Any, dim: Any, keepdim: bool) -> Any:
         # Of all elements: the order in the whole is not that of the shards.
-        return whole(keepdim, None) if dim is None else _staged(handler)(input, dim, keepdim)
+        return (
+            whole(keepdim, None)
+            if dim is None
+            else _staged(handler)(input, dim, keepdim)
+        )
 
     return rule
 
@@ -181,11 +225,15 @@ def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:
     several = isinstance(q, DTensor) and len(q.shape)
     kept = "... {dim=1}" if keepdim else "..."
     text = f"... {{dim}}!, q! -> q {kept}" if several else f"... {{dim}}!, -> {kept}"
-    dims = tuple(at - len(input.shape) for at in reduced_dims(input, dim))  # from the end: the result may have one more
+    dims = tuple(
+        at - len(input.shape) for at in reduced_dims(input, dim)
+    )  # from the end: the result may have one more
     return Ruled(Rule(text), {"dim": dims}, [input, q])
 
 
-def _quantile_of_shard(here: Here, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str) -> Any:
+def _quantile_of_shard(
+    here: Here, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str
+) -> Any:
     if 0 in here.shape():
         return nothing(here, input, q)
     return here.function(input, q, dim, keepdim, interpolation=interpolation)
@@ -207,19 +255,29 @@ def _deviation(name: str) -> Callable[..., Any]:
     """var, std, and each with the mean."""
     is_std, with_mean = name.startswith("std"), name.endswith("_mean")
 
-    def handler(input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:
+    def handler(
+        input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+    ) -> Any:
         dim, taken_off = _corrected(dim, unbiased, correction)
         dims, dtype = reduced_dims(input, dim), input.dtype
         input = input.reduce_partial().to(wide(dtype))
         squares, mean = moments_in_stages(input, dims)
         freedom = max(0.0, math.prod(input.shape[dim] for dim in dims) - taken_off)
         found = squares / freedom
-        results = [elementwise(_root, found) if is_std else found, mean][: 1 + with_mean]
-        results = results if keepdim else [platform.operator("sum")(one, dims) for one in results]  # of dims of one
+        results = [elementwise(_root, found) if is_std else found, mean][
+            : 1 + with_mean
+        ]
+        results = (
+            results
+            if keepdim
+            else [platform.operator("sum")(one, dims) for one in results]
+        )  # of dims of one
         results = [one.to(dtype) for one in results]
         return tuple(results) if with_mean else results[0]
 
-    def rule(input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:
+    def rule(
+        input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+    ) -> Any:
         dim, _ = _corrected(dim, unbiased, correction)
         if "complex" in str(input.dtype).lower():
             return whole(keepdim, _every(dim), results=1 + with_mean)
@@ -234,7 +292,9 @@ def _root(variance: Any) -> Any:
     return variance.masked_fill(alike, 1).sqrt().masked_fill(alike, 0)
 
 
-def _deviation_of_shard(here: Here, input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any) -> Any:
+def _deviation_of_shard(
+    here: Here, input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+) -> Any:
     dim, correction = _corrected(dim, unbiased, correction)
     if 0 not in here.shape():
         return here.function(input, dim, correction=correction, keepdim=keepdim)
@@ -261,37 +321,61 @@ for name in ("var", "std", "var_mean", "std_mean"):
 def _norm_in_stages(input: Any, ord: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
     """The norm of the ranks' norms. An empty shard adds nothing."""
     input = (input if dtype is None else input.to(dtype)).reduce_partial()
-    dims, norm, shard = reduced_dims(input, dim), platform.operator("vector_norm"), input.to_local()
+    dims, norm, shard = (
+        reduced_dims(input, dim),
+        platform.operator("vector_norm"),
+        input.to_local(),
+    )
     if abs(ord) == INF:
-        return extreme_in_stages("amax" if ord > 0 else "amin", elementwise(abs, input), dims, keepdim)
+        return extreme_in_stages(
+            "amax" if ord > 0 else "amin", elementwise(abs, input), dims, keepdim
+        )
     if ord < 0 and not all(shard.shape[dim] for dim in dims):
         part = norm(shard, 2, dims, True) + INF
     else:
         part = norm(shard, ord, dims, True)
     parts = parts_of(input, dims, part)
-    return norm(parts, ord, dims, keepdim) if ord else platform.operator("sum")(parts, dims, keepdim)
+    return (
+        norm(parts, ord, dims, keepdim)
+        if ord
+        else platform.operator("sum")(parts, dims, keepdim)
+    )
 
 
 def _norm(input: Any, dim: Any, keepdim: bool, dtype: Any, **order: Any) -> Any:
     (ord,) = order.values()
-    return _norm_in_stages(input, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype)
+    return _norm_in_stages(
+        input, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype
+    )
 
 
 def _norm_rule(of_matrices: bool = False) -> Callable[..., Any]:
     def rule(input: Any, dim: Any, keepdim: bool, dtype: Any, **order: Any) -> Any:  # noqa: ARG001 - as it is called
         (ord,) = order.values()
         several = of_matrices and len(reduced_dims(input, dim)) > 1
-        if ord not in (None, "fro") and (several or isinstance(ord, str)):  # of rows, columns or singular values
+        if ord not in (None, "fro") and (
+            several or isinstance(ord, str)
+        ):  # of rows, columns or singular values
             return whole(keepdim, _every(dim))
         return _staged(_norm)(input, dim, keepdim)
 
     return rule
 
 
-operator("vector_norm", "input, ord=2, dim=None, keepdim=False, *, dtype=None", _norm_rule())
+operator(
+    "vector_norm", "input, ord=2, dim=None, keepdim=False, *, dtype=None", _norm_rule()
+)
 operator("norm", "input, p='fro', dim=None, keepdim=False, dtype=None", _norm_rule())
-operator("linalg_norm", "input, ord=None, dim=None, keepdim=False, *, dtype=None", _norm_rule(of_matrices=True))
-operator("matrix_norm", "input, ord='fro', dim=(-2, -1), keepdim=False, *, dtype=None", _norm_rule(of_matrices=True))
+operator(
+    "linalg_norm",
+    "input, ord=None, dim=None, keepdim=False, *, dtype=None",
+    _norm_rule(of_matrices=True),
+)
+operator(
+    "matrix_norm",
+    "input, ord='fro', dim=(-2, -1), keepdim=False, *, dtype=None",
+    _norm_rule(of_matrices=True),
+)
 
 
 def _dist(input: Any, other: Any, p: Any) -> Any:

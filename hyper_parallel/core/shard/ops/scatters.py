@@ -35,10 +35,15 @@ LONG = platform.str_to_dtype("int64")
 
 def is_mask(item: Any) -> bool:
     """Whether an index is a mask: it is for as many dims as it has."""
-    return isinstance(item, DTensor) and item.dtype in (platform.str_to_dtype("bool"), platform.str_to_dtype("uint8"))
+    return isinstance(item, DTensor) and item.dtype in (
+        platform.str_to_dtype("bool"),
+        platform.str_to_dtype("uint8"),
+    )
 
 
-def _with_spare(here: Here, factor: str, table: Any, dim: int, index: Any, from_end: bool) -> tuple[Any, Any, Any]:
+def _with_spare(
+    here: Here, factor: str, table: Any, dim: int, index: Any, from_end: bool
+) -> tuple[Any, Any, Any]:
     """The piece with a spare row along a dim, the rows to write to, and whether they are this rank's.
 
     ``from_end``: an index below zero counts from the end; else it is an error, as one that is too large.
@@ -49,7 +54,9 @@ def _with_spare(here: Here, factor: str, table: Any, dim: int, index: Any, from_
         index = where(index < 0, index + whole, index)
     mine = (index >= start) & (index < start + size)
     # A row that nobody has is beyond the spare one, so that it is an error here as it is on one device.
-    rows = where(mine, index - start, where((index >= 0) & (index < whole), size, size + 1))
+    rows = where(
+        mine, index - start, where((index >= 0) & (index < whole), size, size + 1)
+    )
     shape = [1 if i == dim else n for i, n in enumerate(table.shape)]
     spare = platform.zeros(shape, dtype=table.dtype, device=table.device)
     return platform.cat([table, spare], dim), rows, mine
@@ -60,7 +67,9 @@ def _with_spare(here: Here, factor: str, table: Any, dim: int, index: Any, from_
 SOURCES = ("source", "src", "value")  # what the operators call what they write
 
 
-def write_rows(input: Any, dim: int, index: Any, source: Any, name: str, more: Sequence[Any]) -> Any:
+def write_rows(
+    input: Any, dim: int, index: Any, source: Any, name: str, more: Sequence[Any]
+) -> Any:
     """The operator of this name, with the further arguments as pairs."""
     return call(name)(input, dim, index, source, **dict(more))
 
@@ -70,35 +79,63 @@ def _by_owners(name: str) -> Callable[..., Any]:
 
     def handler(input: Any, dim: int, index: Any, **more: Any) -> Any:
         (at,) = positions(dim, len(input.shape))
-        options = tuple((key, value) for key, value in more.items() if key not in SOURCES and value is not None)
-        return DTensor.dispatch(write_rows, (input, at, index, _source(more), name, options), {})
+        options = tuple(
+            (key, value)
+            for key, value in more.items()
+            if key not in SOURCES and value is not None
+        )
+        return DTensor.dispatch(
+            write_rows, (input, at, index, _source(more), name, options), {}
+        )
 
     return handler
 
 
 def _source(arguments: dict[str, Any]) -> Any:
-    return next((arguments[key] for key in SOURCES if arguments.get(key) is not None), None)
+    return next(
+        (arguments[key] for key in SOURCES if arguments.get(key) is not None), None
+    )
 
 
-def _rows(input: Any, dim: int, index: Any, source: Any, name: str, more: Sequence[Any]) -> Any:
+def _rows(
+    input: Any, dim: int, index: Any, source: Any, name: str, more: Sequence[Any]
+) -> Any:
     return _WRITES[name](input, dim, index, source, "", dict(more).get("reduce"))
 
 
-def _rows_of_shard(here: Here, input: Any, dim: int, index: Any, source: Any, name: str, more: Sequence[Any]) -> Any:
+def _rows_of_shard(
+    here: Here,
+    input: Any,
+    dim: int,
+    index: Any,
+    source: Any,
+    name: str,
+    more: Sequence[Any],
+) -> Any:
     if not here.is_cut("v"):
         return write_rows(input, dim, index, source, name, more)
-    table, rows, mine = _with_spare(here, "v", input, dim, index, from_end=name == "index_fill")
+    table, rows, mine = _with_spare(
+        here, "v", input, dim, index, from_end=name == "index_fill"
+    )
     if name != "index_fill" and platform.is_tensor(source):
         # What many write to the spare row may overflow, and zero times that is no gradient.
         if len(mine.shape) == 1:
-            mine = mine.reshape([-1 if i == dim else 1 for i in range(len(input.shape))])
+            mine = mine.reshape(
+                [-1 if i == dim else 1 for i in range(len(input.shape))]
+            )
         else:
-            source = source[tuple(slice(n) for n in mine.shape)]  # no more of it is read
+            source = source[
+                tuple(slice(n) for n in mine.shape)
+            ]  # no more of it is read
         source = source.masked_fill(~mine, 1)
-    return platform.operator("narrow")(write_rows(table, dim, rows, source, name, more), dim, 0, here.size("v"))
+    return platform.operator("narrow")(
+        write_rows(table, dim, rows, source, name, more), dim, 0, here.size("v")
+    )
 
 
-operator("write_rows", "input, dim, index, source, name, more", _rows, local=_rows_of_shard)
+operator(
+    "write_rows", "input, dim, index, source, name, more", _rows, local=_rows_of_shard
+)
 
 
 def _indexed(text: str, *linear: tuple[int, ...]) -> Callable[..., Ruled]:
@@ -106,13 +143,17 @@ def _indexed(text: str, *linear: tuple[int, ...]) -> Callable[..., Ruled]:
 
     def rule(input: Any, dim: int, index: Any, source: Any, mark: str, _: Any) -> Ruled:
         groups = ((0,),) if is_zero(source) else linear
-        found = Rule(text.replace("V", "{dim=v}" + mark), linear=groups, broadcast="none")
+        found = Rule(
+            text.replace("V", "{dim=v}" + mark), linear=groups, broadcast="none"
+        )
         return Ruled(found, {"dim": dim}, [input, index, source])
 
     return rule
 
 
-def _scattered(input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None) -> Ruled:
+def _scattered(
+    input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None
+) -> Ruled:
     """Dims in which all have the same size may be cut."""
     (at,) = positions(dim, len(input.shape))
     tensors = [input, index, *([source] if isinstance(source, DTensor) else [])]
@@ -123,12 +164,20 @@ def _scattered(input: Any, dim: int, index: Any, source: Any, mark: str, reduce:
             return f"v{mark}" if number == 0 else f"{'abc'[number]}{i}!"
         return f"d{i}" if alike[i] else f"{'abc'[number]}{i}!"
 
-    texts = [" ".join(name(number, i) for i in range(len(input.shape))) for number in range(len(tensors))]
+    texts = [
+        " ".join(name(number, i) for i in range(len(input.shape)))
+        for number in range(len(tensors))
+    ]
     linear = ((0, 2),) if len(tensors) == 3 and reduce is None else ()
-    return Ruled(Rule(f"{', '.join(texts)} -> {texts[0]}", linear=linear, broadcast="none"), operands=tensors)
+    return Ruled(
+        Rule(f"{', '.join(texts)} -> {texts[0]}", linear=linear, broadcast="none"),
+        operands=tensors,
+    )
 
 
-def _summed(input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None) -> Ruled:
+def _summed(
+    input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None
+) -> Ruled:
     """A source that is cut along the dim is summed."""
     ruled = _scattered(input, dim, index, source, mark, reduce)
     (at,) = positions(dim, len(input.shape))
@@ -168,13 +217,19 @@ def _of_one(name: str) -> Callable[..., Any]:
     def handler(input: Any, dim: int, index: Any, **more: Any) -> Any:
         more = {key: value for key, value in more.items() if value is not None}
         if isinstance(more.get("src"), (bool, int, float)):
-            more["value"] = more.pop("src")  # a number has another name, but may stand in its place
+            more["value"] = more.pop(
+                "src"
+            )  # a number has another name, but may stand in its place
         for key in ("source", "src"):
             if isinstance(more.get(key), DTensor):
                 like = input.shape or (1,)
-                more[key] = more[key].reshape([1 if i == dim % len(like) else n for i, n in enumerate(like)])
+                more[key] = more[key].reshape(
+                    [1 if i == dim % len(like) else n for i, n in enumerate(like)]
+                )
         target = input if input.shape else input.reshape(1)
-        return call(name)(target, dim, index.reshape(-1), **more).reshape(tuple(input.shape))
+        return call(name)(target, dim, index.reshape(-1), **more).reshape(
+            tuple(input.shape)
+        )
 
     return handler
 
@@ -189,7 +244,9 @@ for _name, _parameters in {
     "scatter_reduce": "src, reduce, *, include_self=True",
 }.items():
     operator(_name, f"input, dim, index, {_parameters}", _writes(_name))
-operator("select_scatter", "input, src, dim, index", move("... {dim}!, ... -> ... {dim}!"))
+operator(
+    "select_scatter", "input, src, dim, index", move("... {dim}!, ... -> ... {dim}!")
+)
 operator(
     "slice_scatter",
     "input, src, dim=0, start=None, end=None, step=1",
@@ -199,13 +256,27 @@ operator(
 # --- along several dims
 
 
-def put(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def put(
+    input: Any,
+    dims: Sequence[int],
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+) -> Any:
     """The tensor with values at these indices along these dims; ``accumulate``, of the first dims: added there."""
     function = put_own if is_cut(input, tuple(dims)) else put_at
-    return DTensor.dispatch(function, (input, tuple(dims), list(indices), values, accumulate), {})
+    return DTensor.dispatch(
+        function, (input, tuple(dims), list(indices), values, accumulate), {}
+    )
 
 
-def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def put_at_(
+    input: Any,
+    dims: Sequence[int],
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+) -> Any:
     """As ``put``, in place."""
     if accumulate:
         return input.index_put_(tuple(indices), values, True)
@@ -214,33 +285,54 @@ def put_at_(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any
     return input
 
 
-def put_at(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def put_at(
+    input: Any,
+    dims: Sequence[int],
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+) -> Any:
     """As ``put``, of tensors whose indexed dims are whole."""
     if accumulate:
         return call("index_put")(input, tuple(indices), values, True)
     return put_at_(call("clone")(input), dims, indices, values)
 
 
-def put_own(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def put_own(
+    input: Any,
+    dims: Sequence[int],
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool = False,
+) -> Any:
     """As ``put``, of tensors whose indexed dims are cut."""
     return put_at(input, dims, indices, values, accumulate)
 
 
-def _put(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, mark: str) -> Ruled:
+def _put(
+    input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, mark: str
+) -> Ruled:
     """All that the indices have is whole; the dims that they are not for are cut alike in the values."""
     names = [f"d{i}{mark if i in dims else ''}" for i in range(len(input.shape))]
-    of_indices = [" ".join(f"k{n}x{i}!" for i in range(len(item.shape))) for n, item in enumerate(indices)]
+    of_indices = [
+        " ".join(f"k{n}x{i}!" for i in range(len(item.shape)))
+        for n, item in enumerate(indices)
+    ]
     region = with_indices(names, dims, [""] * max(len(item.shape) for item in indices))
     of_values: list[str] = []
     for i, size in enumerate(reversed(values.shape)):
         name = region[-1 - i] if i < len(region) else ""
-        of_values.insert(0, name if name and size == input.shape[int(name[1:])] else f"w{i}!")
+        of_values.insert(
+            0, name if name and size == input.shape[int(name[1:])] else f"w{i}!"
+        )
     text = f"{', '.join([' '.join(names), *of_indices, ' '.join(of_values)])} -> {' '.join(names)}"
     rule = Rule(text, linear=((0, 1 + len(indices)),), broadcast="none")
     return Ruled(rule, operands=[input, *indices, values])
 
 
-def with_indices(dims: Sequence[str], at: Sequence[int], put: Sequence[str]) -> list[str]:
+def with_indices(
+    dims: Sequence[str], at: Sequence[int], put: Sequence[str]
+) -> list[str]:
     """The dims of what is read: those of the indices are where the first was if they follow each other, else first."""
     kept = [name for i, name in enumerate(dims) if i not in at]
     follow = list(at) == list(range(at[0], at[0] + len(at)))
@@ -248,37 +340,65 @@ def with_indices(dims: Sequence[str], at: Sequence[int], put: Sequence[str]) -> 
     return [*kept[:start], *put, *kept[start:]]
 
 
-def _put_whole(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any) -> Ruled:
+def _put_whole(
+    input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any
+) -> Ruled:
     return _put(input, dims, indices, values, "!")
 
 
-def _put_cut(input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any) -> Ruled:
+def _put_cut(
+    input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any
+) -> Ruled:
     return _put(input, dims, indices, values, "")
 
 
 def _put_of_shard(
-    here: Here, input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, accumulate: bool
+    here: Here,
+    input: Any,
+    dims: Sequence[int],
+    indices: Sequence[Any],
+    values: Any,
+    accumulate: bool,
 ) -> Any:
     cut = [dim for dim in dims if here.is_cut(f"d{dim}")]
     piece, rows = input, dict(zip(dims, indices, strict=True))
     for dim in cut:
-        piece, rows[dim], _ = _with_spare(here, f"d{dim}", piece, dim, rows[dim], from_end=True)
+        piece, rows[dim], _ = _with_spare(
+            here, f"d{dim}", piece, dim, rows[dim], from_end=True
+        )
     found = put_at(piece, dims, list(rows.values()), values, accumulate)
     for dim in cut:
         found = platform.operator("narrow")(found, dim, 0, here.size(f"d{dim}"))
     return found
 
 
-def _index_put(input: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    if len(indices) == 1 and is_mask(indices[0]) and not accumulate and not values.shape:
+def _index_put(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool
+) -> Any:
+    if (
+        len(indices) == 1
+        and is_mask(indices[0])
+        and not accumulate
+        and not values.shape
+    ):
         return _fill_where
-    if not indices or any(map(is_mask, indices)) or any(item is None for item in indices):
+    if (
+        not indices
+        or any(map(is_mask, indices))
+        or any(item is None for item in indices)
+    ):
         return None
     dims = range(len(indices))
-    return _index_put_own if is_cut(input, tuple(dims)) else _put_whole(input, dims, indices, values)
+    return (
+        _index_put_own
+        if is_cut(input, tuple(dims))
+        else _put_whole(input, dims, indices, values)
+    )
 
 
-def _index_put_own(input: Any, indices: Sequence[Any], values: Any, accumulate: bool) -> Any:
+def _index_put_own(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool
+) -> Any:
     return put(input, range(len(indices)), indices, values, accumulate)
 
 
@@ -290,11 +410,18 @@ def _fill_where(input: Any, indices: Sequence[Any], values: Any, **_: Any) -> An
 
 def _put_flat(input: Any, index: Any, source: Any, accumulate: bool) -> Any:
     rows = index.reshape(-1)
-    return call("index_put")(input.reshape(-1), (rows,), source.reshape(-1), accumulate).reshape(tuple(input.shape))
+    return call("index_put")(
+        input.reshape(-1), (rows,), source.reshape(-1), accumulate
+    ).reshape(tuple(input.shape))
 
 
 operator("put_at", "input, dims, indices, values, accumulate=False", _put_whole)
-operator("put_own", "input, dims, indices, values, accumulate=False", _put_cut, local=_put_of_shard)
+operator(
+    "put_own",
+    "input, dims, indices, values, accumulate=False",
+    _put_cut,
+    local=_put_of_shard,
+)
 operator("index_put", "input, indices, values, accumulate=False", _index_put)
 operator("put", "input, index, source, accumulate=False", handler=_put_flat)
 
@@ -311,14 +438,18 @@ def _take_in_turn(input: Any, mask: Any, source: Any) -> Any:
     mask = mask.expand(shape)
     order = mask.reshape(-1).to(LONG).cumsum(0) - 1
     rows = order.masked_fill(~mask.reshape(-1), 0)
-    return call("where")(mask, source.reshape(-1).index_select(0, rows).reshape(shape), input)
+    return call("where")(
+        mask, source.reshape(-1).index_select(0, rows).reshape(shape), input
+    )
 
 
 operator("masked_scatter", "input, mask, source", _masked_scatter)
 
 
 def _if_all(handler: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda indices, **_: None if any(item is None for item in indices) else handler
+    return lambda indices, **_: (
+        None if any(item is None for item in indices) else handler
+    )
 
 
 def _clamped(input: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
@@ -332,8 +463,14 @@ def _masked_index(input: Any, mask: Any, indices: Sequence[Any], fill: Any) -> A
 
 
 def _masked_put(input: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
-    return call("index_put")(input, _clamped(input, indices), values.masked_fill(~mask, 0), True)
+    return call("index_put")(
+        input, _clamped(input, indices), values.masked_fill(~mask, 0), True
+    )
 
 
 operator("_unsafe_masked_index", "input, mask, indices, fill", _if_all(_masked_index))
-operator("_unsafe_masked_index_put_accumulate", "input, mask, indices, values", _if_all(_masked_put))
+operator(
+    "_unsafe_masked_index_put_accumulate",
+    "input, mask, indices, values",
+    _if_all(_masked_put),
+)

@@ -31,13 +31,31 @@ def _named(reduction: Any) -> Any:
     return REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
 
 
-def _ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, reduction: Any, **_: Any) -> Any:
+def _ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    reduction: Any,
+    **_: Any,
+) -> Any:
     if _named(reduction) not in REDUCTIONS or len(log_probs.shape) != 3:
         return None
     # Targets that lie one after the other are found by all lengths before them.
     dims = ("b s!", "b", "b") if len(targets.shape) == 2 else ("s!", "b", "l!")
-    rule = Rule(f"t! b c!, {', '.join(dims)} -> {'b' if _named(reduction) == 'none' else ''}", broadcast="none")
-    return Ruled(rule, operands=[log_probs, targets, _or_none(input_lengths), _or_none(target_lengths)])
+    rule = Rule(
+        f"t! b c!, {', '.join(dims)} -> {'b' if _named(reduction) == 'none' else ''}",
+        broadcast="none",
+    )
+    return Ruled(
+        rule,
+        operands=[
+            log_probs,
+            targets,
+            _or_none(input_lengths),
+            _or_none(target_lengths),
+        ],
+    )
 
 
 def _or_none(lengths: Any) -> Any:
@@ -46,7 +64,13 @@ def _or_none(lengths: Any) -> Any:
 
 
 def _ctc_of_shard(
-    here: Here, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, reduction: Any, **more: Any
+    here: Here,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    reduction: Any,
+    **more: Any,
 ) -> Any:
     start, size, reduction = here.offset("b"), here.size("b"), _named(reduction)
     if size == 0:
@@ -54,14 +78,23 @@ def _ctc_of_shard(
     own = slice(start, start + size)
     if len(targets.shape) == 1:
         ends = [0]
-        for length in target_lengths.tolist() if platform.is_tensor(target_lengths) else target_lengths:
+        for length in (
+            target_lengths.tolist()
+            if platform.is_tensor(target_lengths)
+            else target_lengths
+        ):
             ends.append(ends[-1] + int(length))
-        targets, target_lengths = targets[ends[start] : ends[start + size]], target_lengths[own]
+        targets, target_lengths = (
+            targets[ends[start] : ends[start + size]],
+            target_lengths[own],
+        )
     elif not platform.is_tensor(target_lengths):
         target_lengths = target_lengths[own]
     if not platform.is_tensor(input_lengths):
         input_lengths = input_lengths[own]
-    found = here.function(log_probs, targets, input_lengths, target_lengths, reduction=reduction, **more)
+    found = here.function(
+        log_probs, targets, input_lengths, target_lengths, reduction=reduction, **more
+    )
     return found * here.share if reduction == "mean" and here.share != 1 else found
 
 
@@ -89,7 +122,10 @@ def _embedding_bag(
 ) -> Any:
     if max_norm is not None or sparse:
         raise OperatorError(
-            coded("HP312", "embedding_bag: neither max_norm nor sparse gradients are for distributed tensors")
+            coded(
+                "HP312",
+                "embedding_bag: neither max_norm nor sparse gradients are for distributed tensors",
+            )
         )
     if scale_grad_by_freq or 0 in input.shape:
         return None
@@ -99,14 +135,21 @@ def _embedding_bag(
     dims, bags, sizes = "b n!", "b", {}
     if offsets is not None:
         dims, bags, sizes = "n!", "o!", {"o": offsets.shape[0] - include_last_offset}
-    rule = Rule(f"{dims}, {rows} d, k!, {dims} -> {bags} d", linear=linear, broadcast="none")
+    rule = Rule(
+        f"{dims}, {rows} d, k!, {dims} -> {bags} d", linear=linear, broadcast="none"
+    )
     return Ruled(rule, sizes, [input, weight, offsets, per_sample_weights])
 
 
-def _bags_of_shard(here: Here, input: Any, weight: Any, mode: str, padding_idx: int | None, **more: Any) -> Any:
+def _bags_of_shard(
+    here: Here, input: Any, weight: Any, mode: str, padding_idx: int | None, **more: Any
+) -> Any:
     if 0 in here.shape():
         return nothing(here, weight, more["per_sample_weights"])
-    given = {key: more[key] for key in ("offsets", "per_sample_weights", "include_last_offset")}
+    given = {
+        key: more[key]
+        for key in ("offsets", "per_sample_weights", "include_last_offset")
+    }
     if not here.is_cut("v"):
         return here.function(input, weight, mode=mode, padding_idx=padding_idx, **given)
     start, size, whole = here.offset("v"), here.size("v"), here.whole("v")
@@ -118,7 +161,9 @@ def _bags_of_shard(here: Here, input: Any, weight: Any, mode: str, padding_idx: 
         shares = given["per_sample_weights"] * shares
     mine = (input >= start) & (input < start + size)
     if not bool(((input >= 0) & (input < whole)).all()):
-        raise IndexError(f"embedding_bag: index out of range of a table of {whole} rows")
+        raise IndexError(
+            f"embedding_bag: index out of range of a table of {whole} rows"
+        )
     given["per_sample_weights"] = shares.masked_fill(~mine, 0)
     # A rank without rows has one of zeros, in the graph as on the others.
     table = weight if size else platform.cat([weight, weight.sum(0, keepdim=True)])
@@ -136,7 +181,9 @@ operator(
 # --- segments
 
 
-def _segment_reduce(data: Any, lengths: Any, indices: Any, offsets: Any, dim: int, **_: Any) -> Any:
+def _segment_reduce(
+    data: Any, lengths: Any, indices: Any, offsets: Any, dim: int, **_: Any
+) -> Any:
     told = lengths if lengths is not None else offsets
     if dim != 0 or indices is not None or told is None or len(told.shape) != 1:
         return None

@@ -23,7 +23,9 @@ def _transform(name: str) -> Callable[..., Ruled]:
         (shape,) = shapes_of(name, arguments)
         along = _transformed(len(shape), arguments["dim"], arguments.get("s"))
         before, after, sizes = changed(shape, along)
-        return Ruled(Rule(f"{before} -> {after}", linear=((0,),), broadcast="none"), sizes)
+        return Ruled(
+            Rule(f"{before} -> {after}", linear=((0,),), broadcast="none"), sizes
+        )
 
     return rule
 
@@ -36,9 +38,15 @@ def _transformed(ndim: int, dim: Any, sizes: Any) -> tuple[int, ...]:
 
 
 for _kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-    for _suffix, _parameters in (("", "n=None, dim=-1"), ("2", "s=None, dim=(-2, -1)"), ("n", "s=None, dim=None")):
+    for _suffix, _parameters in (
+        ("", "n=None, dim=-1"),
+        ("2", "s=None, dim=(-2, -1)"),
+        ("n", "s=None, dim=None"),
+    ):
         _name = f"fft_{_kind}{_suffix}"
-        operator(_name, f"input, {_parameters}, norm=None", _transform(_name), local=of_some)
+        operator(
+            _name, f"input, {_parameters}, norm=None", _transform(_name), local=of_some
+        )
 
 
 def _shift(input: Any, dim: Any) -> Ruled:
@@ -55,19 +63,29 @@ operator("fft_fftshift fft_ifftshift", "input, dim=None", _shift)
 def _stft(input: Any, window: Any, **more: Any) -> Ruled:
     (shape,) = shapes_of("stft", {"input": input, "window": window, **more})
     batch = "b " * (len(input.shape) == 2)
-    names = ["f", "n", "two"][: len(shape) - len(input.shape) + 1]  # two: the real and the imaginary part
+    names = ["f", "n", "two"][
+        : len(shape) - len(input.shape) + 1
+    ]  # two: the real and the imaginary part
     text = f"{batch}t!, w! -> {batch}{' '.join(f'{name}!' for name in names)}"
     sizes = dict(zip(names, shape[len(input.shape) - 1 :], strict=True))
-    return Ruled(Rule(text, linear=((0,), (1,)), broadcast="none"), sizes, [input, window])
+    return Ruled(
+        Rule(text, linear=((0,), (1,)), broadcast="none"), sizes, [input, window]
+    )
 
 
 def _istft(input: Any, window: Any, length: int | None, **more: Any) -> Ruled:
     batch = "b " * (len(input.shape) == 3)
     size = _duration(input.shape[-1], **more) if length is None else length
-    return Ruled(Rule(f"{batch}f! n!, w! -> {batch}t!", linear=((0,),), broadcast="none"), {"t": size}, [input, window])
+    return Ruled(
+        Rule(f"{batch}f! n!, w! -> {batch}t!", linear=((0,),), broadcast="none"),
+        {"t": size},
+        [input, window],
+    )
 
 
-def _duration(frames: int, n_fft: int, hop_length: int | None, center: bool, **_: Any) -> int:
+def _duration(
+    frames: int, n_fft: int, hop_length: int | None, center: bool, **_: Any
+) -> int:
     """The numbers that so many frames stand for; of the first and the last only half, where they are centered."""
     hop = n_fft // 4 if hop_length is None else hop_length
     return n_fft + hop * (frames - 1) - (n_fft // 2 * 2 if center else 0)

@@ -25,7 +25,14 @@ platform = get_platform()
 call = platform.operator
 
 ALL = slice(None)
-SUMMED = ("float16", "bfloat16", "float32", "float64", "int32", "int64")  # that every backend adds up, exactly
+SUMMED = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+)  # that every backend adds up, exactly
 
 
 class Range(NamedTuple):
@@ -38,11 +45,15 @@ class Range(NamedTuple):
     def within(self, offset: int, size: int) -> tuple[slice, slice]:
         """Which elements of a piece are among them, and which of them those are."""
         first = max(0, -(-(offset - self.start) // self.step))
-        past = max(first, min(self.length, -(-(offset + size - self.start) // self.step)))
+        past = max(
+            first, min(self.length, -(-(offset + size - self.start) // self.step))
+        )
         if past == first:
             return slice(0, 0), slice(0, 0)
         begin = self.start + first * self.step - offset
-        return slice(begin, begin + (past - first - 1) * self.step + 1, self.step), slice(first, past)
+        return slice(
+            begin, begin + (past - first - 1) * self.step + 1, self.step
+        ), slice(first, past)
 
     def is_all(self, size: int) -> bool:
         """Whether they are all of a dim of that size."""
@@ -74,10 +85,15 @@ def is_small_part(input: Any, items: Sequence[Any]) -> bool:
     if name not in SUMMED or not plain or layout.is_fused:
         return False
     chosen = _parts(shape, items)
-    if not any(one is not None and layout.dim_axes[dim] for dim, one in enumerate(chosen)):
+    if not any(
+        one is not None and layout.dim_axes[dim] for dim, one in enumerate(chosen)
+    ):
         return False
     held = layout.local_shape(shape, (0,) * layout.mesh.ndim)
-    taken = [size if one is None else one.length for size, one in zip(held, chosen, strict=True)]
+    taken = [
+        size if one is None else one.length
+        for size, one in zip(held, chosen, strict=True)
+    ]
     return bool(0 < 2 * math.prod(taken) <= math.prod(held))
 
 
@@ -85,16 +101,27 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
     """``input[items]`` on every rank along the axes that cut the dims of which a part is taken."""
     layout, shape = input.layout, tuple(input.shape)
     chosen = _parts(shape, items)
-    axes = {axis for dim, one in enumerate(chosen) if one is not None for axis in layout.dim_axes[dim]}
+    axes = {
+        axis
+        for dim, one in enumerate(chosen)
+        if one is not None
+        for axis in layout.dim_axes[dim]
+    }
     if MODES.explicit:
         check_explicit("getitem", input, 0, _with(layout, axes, Replicate()))
     spans = layout.shard_of(shape)
     part = platform.call_where_empty(_own_part, (input._local, chosen, spans), {})
-    sizes = [size if one is None else one.length for size, one in zip(shape, chosen, strict=True)]
+    sizes = [
+        size if one is None else one.length
+        for size, one in zip(shape, chosen, strict=True)
+    ]
     summed = DTensor(part, _with(layout, axes, Partial()), sizes)
     found = DTensor.redistribute(summed, None, _with(layout, axes, Replicate()))
     # Ints take their dims away and None makes new ones, which touches no dim that is cut.
-    left = tuple(item if item is None else ALL if isinstance(item, slice) else 0 for item in items)
+    left = tuple(
+        item if item is None else ALL if isinstance(item, slice) else 0
+        for item in items
+    )
     found = found if all(item == ALL for item in left) else found[left]
     found._copy_of = "getitem"
     return found
@@ -103,24 +130,38 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
 def _parts(shape: Sequence[int], items: Sequence[Any]) -> list[Range | None]:
     """The indices that are taken of every dim; None where it is all of it."""
     chosen = ranges_of(shape, [item for item in items if item is not None])
-    return [None if one.is_all(size) else one for one, size in zip(chosen, shape, strict=True)]
+    return [
+        None if one.is_all(size) else one
+        for one, size in zip(chosen, shape, strict=True)
+    ]
 
 
 def _with(layout: Layout, axes: set[int], placement: Any) -> Layout:
     placements = enumerate(layout.placements)
-    return layout.with_placements([placement if axis in axes else p for axis, p in placements])
+    return layout.with_placements(
+        [placement if axis in axes else p for axis, p in placements]
+    )
 
 
-def _own_part(shard: Any, chosen: Sequence[Range | None], spans: Sequence[tuple[int, int]]) -> Any:
+def _own_part(
+    shard: Any, chosen: Sequence[Range | None], spans: Sequence[tuple[int, int]]
+) -> Any:
     """What this rank has of the part, and minus zero for what it has not: added, that changes nothing, not even -0."""
-    if len(shard.shape) == 1:  # of one dim and without elements, torch.cat would drop it from the graph
-        return _own_part(call("unsqueeze")(shard, 0), [None, *chosen], [(0, 1), *spans])[0]
+    if (
+        len(shard.shape) == 1
+    ):  # of one dim and without elements, torch.cat would drop it from the graph
+        return _own_part(
+            call("unsqueeze")(shard, 0), [None, *chosen], [(0, 1), *spans]
+        )[0]
     for dim, (one, (offset, size)) in enumerate(zip(chosen, spans, strict=True)):
         if one is None:
             continue
         piece, taken = one.within(offset, size)
         own = call("getitem")(shard, (*(ALL,) * dim, piece))
-        before, after = _nothing(shard, dim, taken.start), _nothing(shard, dim, one.length - taken.stop)
+        before, after = (
+            _nothing(shard, dim, taken.start),
+            _nothing(shard, dim, one.length - taken.stop),
+        )
         shard = platform.cat([before, own, after], dim)
     return shard
 

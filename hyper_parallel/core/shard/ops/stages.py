@@ -30,7 +30,9 @@ Dims = tuple[int, ...]
 def reduced_dims(input: Any, dim: Any) -> Dims:
     """The dims that a call reduces, counted from the front: all where it names none."""
     ndim = len(input.shape)
-    everything = dim is None or (not isinstance(dim, int) and len(dim) == 0) or ndim == 0
+    everything = (
+        dim is None or (not isinstance(dim, int) and len(dim) == 0) or ndim == 0
+    )
     return tuple(range(ndim)) if everything else positions(dim, ndim)
 
 
@@ -53,14 +55,23 @@ def whole(keepdim: bool, dim: Any, operands: int = 1, results: int = 1) -> Ruled
 def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
     """What each rank found in its shard, as much on every rank along these dims: side by side, gathered along them."""
     layout = input.layout
-    found = [layout.get_dim_split_num(dim) * size for dim, size in enumerate(part.shape)]
-    shape = [found[dim] if dim in dims else size for dim, size in enumerate(input.shape)]
-    cuts = {axis for dim in dims for axis in layout.dim_axes[dim]}
-    gathered = [Replicate() if axis in cuts else p for axis, p in enumerate(layout.placements)]
-    one_by_one = [
-        Shard(p.dim) if axis in layout.fused and axis in cuts else p for axis, p in enumerate(layout.placements)
+    found = [
+        layout.get_dim_split_num(dim) * size for dim, size in enumerate(part.shape)
     ]
-    return DTensor(part, layout.with_placements(one_by_one), shape).redistribute(None, gathered)
+    shape = [
+        found[dim] if dim in dims else size for dim, size in enumerate(input.shape)
+    ]
+    cuts = {axis for dim in dims for axis in layout.dim_axes[dim]}
+    gathered = [
+        Replicate() if axis in cuts else p for axis, p in enumerate(layout.placements)
+    ]
+    one_by_one = [
+        Shard(p.dim) if axis in layout.fused and axis in cuts else p
+        for axis, p in enumerate(layout.placements)
+    ]
+    return DTensor(part, layout.with_placements(one_by_one), shape).redistribute(
+        None, gathered
+    )
 
 
 def gather_together(input: DTensor, dims: Dims, *parts: Any) -> list[DTensor]:
@@ -75,21 +86,31 @@ def gather_together(input: DTensor, dims: Dims, *parts: Any) -> list[DTensor]:
     found = []
     for number in range(count):
         index = (slice(None),) * (at + 1) + (number,)
-        one = platform.operator("getitem")(by_rank, index).reshape((*before, ranks * width, *after))
+        one = platform.operator("getitem")(by_rank, index).reshape(
+            (*before, ranks * width, *after)
+        )
         found.append(DTensor(one, together.layout, shape))
     return found
 
 
-def gather_with_integers(input: DTensor, dims: Dims, values: Any, integers: Any, most: int) -> list[DTensor]:
+def gather_with_integers(
+    input: DTensor, dims: Dims, values: Any, integers: Any, most: int
+) -> list[DTensor]:
     """Values with an integer for each, of at most ``most``: in one message where one dtype holds both exactly."""
     dtype, kind = values.dtype, integers.dtype
     carrier = _carrier(str(dtype).rpartition(".")[2].lower(), most)
     if carrier is None:
         return [parts_of(input, dims, part) for part in (values, integers)]
     dtypes = dtype, kind
-    given = [part if part.dtype == carrier else part.to(carrier) for part in (values, integers)]
+    given = [
+        part if part.dtype == carrier else part.to(carrier)
+        for part in (values, integers)
+    ]
     found = gather_together(input, dims, *given)
-    return [one if one.dtype == had else one.to(had) for one, had in zip(found, dtypes, strict=True)]
+    return [
+        one if one.dtype == had else one.to(had)
+        for one, had in zip(found, dtypes, strict=True)
+    ]
 
 
 def _carrier(dtype: str, most: int) -> Any:
@@ -98,7 +119,11 @@ def _carrier(dtype: str, most: int) -> Any:
         return platform.str_to_dtype("float64") if most <= 1 << 53 else None
     if dtype in ("float32", "float16", "bfloat16"):
         return platform.str_to_dtype("float32") if most <= 1 << 24 else None
-    return platform.str_to_dtype("int64") if dtype in ("bool", "uint8", "int8", "int16", "int32", "int64") else None
+    return (
+        platform.str_to_dtype("int64")
+        if dtype in ("bool", "uint8", "int8", "int16", "int32", "int64")
+        else None
+    )
 
 
 def elementwise(function: Callable[[Any], Any], tensor: DTensor) -> DTensor:
@@ -111,8 +136,12 @@ def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
 
     All operands are in its graph: the sums that other ranks await in backward need this rank as well.
     """
-    tensors = [x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)]
-    zeros = platform.zeros(here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device)
+    tensors = [
+        x for x in operands if platform.is_tensor(x) and platform.is_floating_point(x)
+    ]
+    zeros = platform.zeros(
+        here.shape(result), dtype=tensors[0].dtype, device=tensors[0].device
+    )
     add = platform.operator("add")
     for x in tensors:
         zeros = add(zeros, platform.operator("sum")(x))
@@ -121,7 +150,9 @@ def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
 
 def wide(dtype: Any) -> Any:
     """The dtype in which to add up many numbers of this one."""
-    return dtype if "float64" in str(dtype).lower() else platform.str_to_dtype("float32")
+    return (
+        dtype if "float64" in str(dtype).lower() else platform.str_to_dtype("float32")
+    )
 
 
 # --- the largest and the smallest
@@ -147,8 +178,13 @@ def extremes_in_stages(input: Any, dim: Any, keepdim: bool) -> list[Any]:
     names = "amin", "amax"
     if platform.is_recorded(shard):
         return [extreme_in_stages(name, input, dims, keepdim) for name in names]
-    found = gather_together(input, dims, *(_extreme(name, shard, dims) for name in names))
-    return [platform.operator(name)(one, dims, keepdim) for name, one in zip(names, found, strict=True)]
+    found = gather_together(
+        input, dims, *(_extreme(name, shard, dims) for name in names)
+    )
+    return [
+        platform.operator(name)(one, dims, keepdim)
+        for name, one in zip(names, found, strict=True)
+    ]
 
 
 def shared_extreme(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) -> Any:
@@ -159,7 +195,9 @@ def shared_extreme(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) 
     shares = (shares / platform.operator("sum")(shares, dim, True)).to(values.dtype)
     winners = values.masked_fill(~(won & values.isfinite()), 0)
     # Zero, but with the gradient: the value itself must not be rounded.
-    share = platform.operator("sum")(shares * (winners - platform.detach(winners)), dim, keepdim)
+    share = platform.operator("sum")(
+        shares * (winners - platform.detach(winners)), dim, keepdim
+    )
     return share + platform.operator(name)(platform.detach(values), dim, keepdim)
 
 
@@ -177,7 +215,9 @@ def found_in_stages(name: str, input: Any, dim: int, keepdim: bool) -> Any:
         index = index + start
     else:
         value = _extreme(f"a{name}", shard, (at,))
-        index = platform.zeros(value.shape, dtype=platform.str_to_dtype("int64"), device=value.device)
+        index = platform.zeros(
+            value.shape, dtype=platform.str_to_dtype("int64"), device=value.device
+        )
     values, indices = gather_with_integers(input, (at,), value, index, input.shape[at])
     return DTensor.dispatch(found_extreme, (values, indices, name, at, keepdim), {})
 
@@ -201,9 +241,13 @@ def _extreme(name: str, shard: Any, dims: Dims) -> Any:
     """amax or amin of a shard, of which an empty one has the least that can be."""
     if all(shard.shape[dim] for dim in dims):
         return platform.operator(name)(shard, dims, True)
-    identity = _identity(str(shard.dtype).rpartition(".")[2].lower(), -1 if name == "amax" else 1)
+    identity = _identity(
+        str(shard.dtype).rpartition(".")[2].lower(), -1 if name == "amax" else 1
+    )
     if platform.is_floating_point(shard):
-        return platform.operator("sum")(shard, dims, True) + identity  # in the graph as on the other ranks
+        return (
+            platform.operator("sum")(shard, dims, True) + identity
+        )  # in the graph as on the other ranks
     shape = [1 if dim in dims else size for dim, size in enumerate(shard.shape)]
     return platform.full(shape, identity, dtype=shard.dtype, device=shard.device)
 
@@ -219,7 +263,9 @@ def _identity(dtype: str, sign: int) -> Any:
 # --- sums of exponentials
 
 
-def exponentials_in_stages(input: DTensor, dims: Dims) -> tuple[DTensor, DTensor, DTensor]:
+def exponentials_in_stages(
+    input: DTensor, dims: Dims
+) -> tuple[DTensor, DTensor, DTensor]:
     """(the maximum, the sum of the exponentials below it, those exponentials) over dims that are cut.
 
     A rank tells its own maximum and the sum below that. Below a maximum that is not finite nothing is finite; zero
@@ -246,7 +292,9 @@ def finite(values: Any) -> Any:
 
 def _factor(best: Any, top: Any) -> Any:
     """What makes exponentials below one maximum those below a larger one; one where either is not finite."""
-    return platform.operator("exp")((best - top).masked_fill(~(best.isfinite() & top.isfinite()), 0))
+    return platform.operator("exp")(
+        (best - top).masked_fill(~(best.isfinite() & top.isfinite()), 0)
+    )
 
 
 def joined_exponentials(bests: Any, sums: Any, dim: Dims) -> tuple[Any, Any]:
@@ -280,7 +328,9 @@ def _moments(shard: Any, dims: Dims) -> tuple[Any, Any, Any, Any]:
     return platform.full_like(mean, count), mean, rest, total(off * off, dims, True)
 
 
-def joined_moments(counts: Any, means: Any, rests: Any, squares: Any, dim: Dims) -> tuple[Any, Any]:
+def joined_moments(
+    counts: Any, means: Any, rests: Any, squares: Any, dim: Dims
+) -> tuple[Any, Any]:
     """The squares about the common mean, and that mean, of the ranks' own."""
     total = platform.operator("sum")
     shares = counts / total(counts, dim, True)

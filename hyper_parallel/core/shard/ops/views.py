@@ -33,7 +33,9 @@ Shape = Sequence[int]
 def moved(left: Sequence[str], right: Sequence[str], **sizes: int) -> Ruled:
     """The rule for one tensor whose dims are these factors before and after; a whole factor may come or go."""
     text = f"{' '.join(left)} -> {' '.join(right)}"
-    return Ruled(Rule(text, linear=((0,),), carries=REDUCE_OPS, broadcast="none"), sizes)
+    return Ruled(
+        Rule(text, linear=((0,),), carries=REDUCE_OPS, broadcast="none"), sizes
+    )
 
 
 def positions(dims: Any, ndim: int) -> tuple[int, ...]:
@@ -56,7 +58,9 @@ def ints(values: Any) -> tuple[int, ...]:
 def reshaped(old: Shape, new: Shape) -> Ruled:
     """The elements of a tensor of one shape, in the same order, in another shape."""
     if math.prod(old) != math.prod(new):
-        raise RuntimeError(f"shape {list(new)} is invalid for a tensor of shape {list(old)}")
+        raise RuntimeError(
+            f"shape {list(new)} is invalid for a tensor of shape {list(old)}"
+        )
     left: list[str] = []
     right: list[str] = []
     sizes: dict[str, int] = {}
@@ -73,17 +77,31 @@ def reshaped(old: Shape, new: Shape) -> Ruled:
         else:
             before, after = _group(old[i:], new[j:])
             # Of nothing there may be different amounts on both sides; then they have nothing in common.
-            shared = math.gcd(old[i], new[j]) if math.prod(before) == math.prod(after) > 0 else 1
+            shared = (
+                math.gcd(old[i], new[j])
+                if math.prod(before) == math.prod(after) > 0
+                else 1
+            )
             sizes[f"f{i}"] = shared
-            left += _grouped(before, shared, f"f{i}", [f"i{i + k}" for k in range(len(before))], sizes)
-            right += _grouped(after, shared, f"f{i}", [f"o{j + k}" for k in range(len(after))], sizes)
+            left += _grouped(
+                before,
+                shared,
+                f"f{i}",
+                [f"i{i + k}" for k in range(len(before))],
+                sizes,
+            )
+            right += _grouped(
+                after, shared, f"f{i}", [f"o{j + k}" for k in range(len(after))], sizes
+            )
     return moved(left, right, **sizes)
 
 
 def _group(old: Shape, new: Shape) -> tuple[Shape, Shape]:
     """The first dims of either shape that have as many elements; all, where there are none such."""
     i = j = 1
-    while (before := math.prod(old[:i])) != (after := math.prod(new[:j])) and (i < len(old) or j < len(new)):
+    while (before := math.prod(old[:i])) != (after := math.prod(new[:j])) and (
+        i < len(old) or j < len(new)
+    ):
         if i < len(old) and (before < after or j == len(new)):
             i += 1
         else:
@@ -91,7 +109,9 @@ def _group(old: Shape, new: Shape) -> tuple[Shape, Shape]:
     return old[:i], new[:j]
 
 
-def _grouped(dims: Shape, shared: int, outer: str, names: Sequence[str], sizes: dict[str, int]) -> list[str]:
+def _grouped(
+    dims: Shape, shared: int, outer: str, names: Sequence[str], sizes: dict[str, int]
+) -> list[str]:
     """The factors of a group's dims: the first has the shared factor outermost, the others cannot be cut."""
     sizes.update(zip(names, dims, strict=True))
     whole = [f"{name}!" for name in names]
@@ -106,7 +126,9 @@ def resolved(shape: Any, count: int) -> tuple[int, ...]:
     sizes = ints(shape)
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and (sizes.count(-1) > 1 or not known or count % known):
-        raise RuntimeError(f"shape {list(sizes)} is invalid for a tensor of {count} elements")
+        raise RuntimeError(
+            f"shape {list(sizes)} is invalid for a tensor of {count} elements"
+        )
     return tuple(count // known if size == -1 else size for size in sizes)
 
 
@@ -118,7 +140,14 @@ def _view(input: Any, shape: Any = (), dtype: Any = None) -> Any:
 
 def _dtype(shape: Any, dtype: Any) -> Any:
     """The dtype, where view() was asked for one and not for a shape."""
-    return next((one for one in (*shape, dtype) if one is not None and not isinstance(one, int)), None)
+    return next(
+        (
+            one
+            for one in (*shape, dtype)
+            if one is not None and not isinstance(one, int)
+        ),
+        None,
+    )
 
 
 def _reinterpreted(input: Any, dtype: Any) -> Any:
@@ -134,7 +163,11 @@ def _view_of_shard(here: Here, input: Any, shape: Any = (), dtype: Any = None) -
     if asked is None:
         return input.view(here.shape())
     # An empty shard may have strides that torch does not accept here.
-    return input.view(asked) if input.numel() else input.new_empty(here.shape(), dtype=asked)
+    return (
+        input.view(asked)
+        if input.numel()
+        else input.new_empty(here.shape(), dtype=asked)
+    )
 
 
 def _reshape(input: Any, shape: Any) -> Ruled:
@@ -153,15 +186,21 @@ def _flatten(input: Any, start_dim: int, end_dim: int) -> Ruled:
     shape = tuple(input.shape)
     start, end = positions((start_dim, end_dim), len(shape))
     if start > end:
-        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
-    return reshaped(shape, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+        raise RuntimeError(
+            "flatten() has invalid args: start_dim cannot come after end_dim"
+        )
+    return reshaped(
+        shape, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
+    )
 
 
 def _flatten_shard(here: Here, input: Any, start_dim: int, end_dim: int) -> Any:
     return _to_flat(here, input, start_dim, end_dim)(input)
 
 
-def _to_flat(here: Here, input: Any, start_dim: int, end_dim: int) -> Callable[..., Any]:
+def _to_flat(
+    here: Here, input: Any, start_dim: int, end_dim: int
+) -> Callable[..., Any]:
     """A single dim is flat already: the tensor itself, as torch gives it, with its hooks."""
     ndim = len(input.shape)
     if ndim and positions(start_dim, ndim) == positions(end_dim, ndim):
@@ -178,7 +217,9 @@ def _unflatten(input: Any, dim: int, sizes: Any) -> Ruled:
 def _squeeze(input: Any, dim: Any) -> Ruled:
     shape = tuple(input.shape)
     named = range(len(shape)) if dim is None else positions(dim, len(shape))
-    return reshaped(shape, [size for i, size in enumerate(shape) if size != 1 or i not in named])
+    return reshaped(
+        shape, [size for i, size in enumerate(shape) if size != 1 or i not in named]
+    )
 
 
 def _unsqueeze(input: Any, dim: int) -> Ruled:
@@ -195,7 +236,9 @@ def _as_shape(here: Here, input: Any, **_: Any) -> Any:
     return reshape_shard(here)(input)
 
 
-def _to_view(here: Here, shape: Any = (), dtype: Any = None, **_: Any) -> Callable[..., Any] | None:
+def _to_view(
+    here: Here, shape: Any = (), dtype: Any = None, **_: Any
+) -> Callable[..., Any] | None:
     size = here.shape()
     return None if _dtype(shape, dtype) else lambda input, *_, **__: input.view(size)
 
@@ -204,17 +247,56 @@ def _to_shape(here: Here, **_: Any) -> Callable[..., Any]:
     return reshape_shard(here)
 
 
-operator("view", "input, *shape, dtype=None", _view, local=_view_of_shard, ready=_to_view, view=True)
-operator("reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view="maybe")
+operator(
+    "view",
+    "input, *shape, dtype=None",
+    _view,
+    local=_view_of_shard,
+    ready=_to_view,
+    view=True,
+)
+operator(
+    "reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view="maybe"
+)
 operator("ravel", "input", _ravel, local=_ravel_shard, view="maybe")
-operator("flatten", "input, start_dim=0, end_dim=-1", _flatten, local=_flatten_shard, ready=_to_flat, view="maybe")
-operator("unflatten", "input, dim, sizes", _unflatten, local=_as_view, ready=_to_view, view=True)
-operator("squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True)
-operator("unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True)
+operator(
+    "flatten",
+    "input, start_dim=0, end_dim=-1",
+    _flatten,
+    local=_flatten_shard,
+    ready=_to_flat,
+    view="maybe",
+)
+operator(
+    "unflatten",
+    "input, dim, sizes",
+    _unflatten,
+    local=_as_view,
+    ready=_to_view,
+    view=True,
+)
+operator(
+    "squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True
+)
+operator(
+    "unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True
+)
 # Of the other tensor only the shape counts.
-operator("view_as", "input, other", handler=lambda input, other: input.view(tuple(other.shape)))
-operator("reshape_as", "input, other", handler=lambda input, other: input.reshape(tuple(other.shape)))
-operator("expand_as", "input, other", handler=lambda input, other: input.expand(tuple(other.shape)))
+operator(
+    "view_as",
+    "input, other",
+    handler=lambda input, other: input.view(tuple(other.shape)),
+)
+operator(
+    "reshape_as",
+    "input, other",
+    handler=lambda input, other: input.reshape(tuple(other.shape)),
+)
+operator(
+    "expand_as",
+    "input, other",
+    handler=lambda input, other: input.expand(tuple(other.shape)),
+)
 
 
 def _at_least(count: int) -> Callable[..., Any]:
@@ -247,7 +329,9 @@ def reordered(order: Sequence[int]) -> Ruled:
 def _permute(input: Any, dims: Any) -> Ruled:
     order = positions(dims, len(input.shape))
     if sorted(order) != list(range(len(input.shape))):
-        raise RuntimeError(f"permute: {dims} are not all dims of a tensor with {len(input.shape)} dims")
+        raise RuntimeError(
+            f"permute: {dims} are not all dims of a tensor with {len(input.shape)} dims"
+        )
     return reordered(order)
 
 
@@ -267,7 +351,9 @@ def _movedim(input: Any, source: Any, destination: Any) -> Ruled:
     ndim = len(input.shape)
     taken, put = positions(source, ndim), positions(destination, ndim)
     if not len(set(taken)) == len(taken) == len(put) == len(set(put)):
-        raise RuntimeError(f"movedim: source {source} and destination {destination} must name as many different dims")
+        raise RuntimeError(
+            f"movedim: source {source} and destination {destination} must name as many different dims"
+        )
     placed = dict(zip(put, taken, strict=True))
     others = iter([i for i in range(ndim) if i not in taken])
     return reordered([placed[i] if i in placed else next(others) for i in range(ndim)])
@@ -276,7 +362,9 @@ def _movedim(input: Any, source: Any, destination: Any) -> Ruled:
 operator("permute", "input, *dims", _permute, view=True)
 operator("transpose", "input, dim0, dim1", _transpose, view=True)
 operator("movedim", "input, source, destination", _movedim, view=True)
-operator("T", "input", lambda input: reordered(range(len(input.shape))[::-1]), view=True)
+operator(
+    "T", "input", lambda input: reordered(range(len(input.shape))[::-1]), view=True
+)
 operator("t H", "input", _swapped(0, -1), view=True)
 operator("mT mH", "input", _swapped(-2, -1), view=True)
 
@@ -293,7 +381,9 @@ def _expand(input: Any, size: Any, **_: Any) -> Ruled:
             right.append(left[i - new])
             continue
         if new < 0 or asked < 0 or (i >= new and shape[i - new] != 1):
-            raise RuntimeError(f"expand: a tensor of shape {list(shape)} cannot become {list(wanted)}")
+            raise RuntimeError(
+                f"expand: a tensor of shape {list(shape)} cannot become {list(wanted)}"
+            )
         right.append(f"n{i}")
         sizes[f"n{i}"] = asked
         if i >= new:
@@ -309,8 +399,14 @@ def _broadcast_tensors(input: Sequence[Any]) -> tuple[Any, ...]:
     shapes = [tuple(one.shape) for one in input]
     ndim = max(map(len, shapes))
     aligned = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
-    common = [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
-    return tuple(one if tuple(one.shape) == tuple(common) else one.expand(common) for one in input)
+    common = [
+        next((size for size in sizes if size != 1), 1)
+        for sizes in zip(*aligned, strict=True)
+    ]
+    return tuple(
+        one if tuple(one.shape) == tuple(common) else one.expand(common)
+        for one in input
+    )
 
 
 def _meshgrid(input: Sequence[Any], indexing: str | None) -> tuple[Any, ...]:
@@ -319,10 +415,15 @@ def _meshgrid(input: Sequence[Any], indexing: str | None) -> tuple[Any, ...]:
     if indexing == "xy" and len(sizes) > 1:
         order[:2] = 1, 0
     shapes = [[size if i == k else 1 for i in order] for k, size in enumerate(sizes)]
-    return tuple(one.view(shape).expand([sizes[i] for i in order]) for one, shape in zip(input, shapes, strict=True))
+    return tuple(
+        one.view(shape).expand([sizes[i] for i in order])
+        for one, shape in zip(input, shapes, strict=True)
+    )
 
 
-operator("expand", "input, *size, implicit=False", _expand, local=_expand_shard, view=True)
+operator(
+    "expand", "input, *size, implicit=False", _expand, local=_expand_shard, view=True
+)
 operator("broadcast_to", "input, size", _expand, local=_expand_shard, view=True)
 operator("broadcast_tensors", "*input", handler=_broadcast_tensors)
 operator("meshgrid", "*input, indexing=None", handler=_meshgrid)
@@ -346,12 +447,21 @@ def _narrowed(input: Any, dim: int, start: int, length: int) -> list[Any]:
     (at,), size = positions(dim, len(input.shape)), input.shape[dim]
     begin = start % size if -size <= start < 0 else start
     if not 0 <= begin <= begin + length <= size:
-        raise IndexError(f"narrow: start {start} and length {length} are out of range for a dim of size {size}")
-    return [slice(begin, begin + length) if i == at else slice(None) for i in range(len(input.shape))]
+        raise IndexError(
+            f"narrow: start {start} and length {length} are out of range for a dim of size {size}"
+        )
+    return [
+        slice(begin, begin + length) if i == at else slice(None)
+        for i in range(len(input.shape))
+    ]
 
 
 def _select(input: Any, dim: int, index: Any) -> Any:
-    if not input.shape or not isinstance(index, int) or not is_small_part(input, _selected(input, dim, index)):
+    if (
+        not input.shape
+        or not isinstance(index, int)
+        or not is_small_part(input, _selected(input, dim, index))
+    ):
         return move("... {dim}! -> ...")
     return lambda **given: take_small_part(given["input"], _selected(**given))
 
@@ -372,12 +482,16 @@ def _unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     names = [f"d{i}" for i in range(len(input.shape))]
     left = [f"{name}!" if i == at else name for i, name in enumerate(names)]
     right = ["count!" if i == at else name for i, name in enumerate(names)]
-    return moved(left, [*right, "size!"], count=(input.shape[at] - size) // step + 1, size=size)
+    return moved(
+        left, [*right, "size!"], count=(input.shape[at] - size) // step + 1, size=size
+    )
 
 
 def diagonal_size(rows: int, columns: int, offset: int) -> int:
     """The number of elements of a diagonal."""
-    return max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    return max(
+        0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns)
+    )
 
 
 def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
@@ -385,7 +499,11 @@ def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
     names = [f"d{i}" for i in range(len(input.shape))]
     kept = [name for i, name in enumerate(names) if i not in (one, other)]
     left = [name if name in kept else f"{name}!" for name in names]
-    return moved(left, [*kept, "out!"], out=diagonal_size(input.shape[one], input.shape[other], offset))
+    return moved(
+        left,
+        [*kept, "out!"],
+        out=diagonal_size(input.shape[one], input.shape[other], offset),
+    )
 
 
 def _in_one_memory(func: Any, *_: Any) -> None:
@@ -402,8 +520,14 @@ operator("narrow", "input, dim, start, length", _narrow, local=_narrow_shard, vi
 operator("select", "input, dim, index", _select, view=True)
 operator("unfold", "input, dimension, size, step", _unfold, view=True)
 operator("diagonal", "input, offset=0, dim1=0, dim2=1", _diagonal, view=True)
-operator("linalg_diagonal", "input, *, offset=0, dim1=-2, dim2=-1", _diagonal, view=True)
-operator("as_strided as_strided_copy as_strided_scatter resize resize_as set", "input, *rest", direct=_in_one_memory)
+operator(
+    "linalg_diagonal", "input, *, offset=0, dim1=-2, dim2=-1", _diagonal, view=True
+)
+operator(
+    "as_strided as_strided_copy as_strided_scatter resize resize_as set",
+    "input, *rest",
+    direct=_in_one_memory,
+)
 
 # --- all of it
 
@@ -414,7 +538,9 @@ def _contiguous(input: Any, memory_format: Any) -> Any:
         local = contiguous_shard(tuple(input._shape), input._local)
     else:
         local = input._local.contiguous(memory_format=memory_format)
-    return input if local is input._local else DTensor(local, input._layout, input._shape)
+    return (
+        input if local is input._local else DTensor(local, input._layout, input._shape)
+    )
 
 
 def _to_dense(input: Any, dtype: Any, **_: Any) -> Any:

@@ -40,11 +40,16 @@ def shapes_of(name: str, arguments: Mapping[str, Any]) -> list[tuple[int, ...]]:
     def hollow(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        return platform.empty(tuple(value.shape), dtype=value.dtype, device=platform.meta_device)
+        return platform.empty(
+            tuple(value.shape), dtype=value.dtype, device=platform.meta_device
+        )
 
     with platform.no_grad():
         found = call(name)(**platform.tree_map(hollow, dict(arguments)))
-    return [tuple(one.shape) for one in (found if isinstance(found, (list, tuple)) else [found])]
+    return [
+        tuple(one.shape)
+        for one in (found if isinstance(found, (list, tuple)) else [found])
+    ]
 
 
 def some(tensor: Any, least: int = 1) -> Any:
@@ -52,7 +57,9 @@ def some(tensor: Any, least: int = 1) -> Any:
     for dim, size in enumerate(tensor.shape):
         if size == 0:
             shape = [least if i == dim else n for i, n in enumerate(tensor.shape)]
-            tensor = call("expand")(call("sum")(tensor, dim, keepdim=True).to(tensor.dtype), shape)
+            tensor = call("expand")(
+                call("sum")(tensor, dim, keepdim=True).to(tensor.dtype), shape
+            )
     return tensor
 
 
@@ -60,18 +67,32 @@ def piece(here: Here, found: Any) -> Any:
     """What of these results is this rank's, where more were computed."""
     if platform.is_tensor(found):
         return call("getitem")(found, tuple(map(slice, here.shape())))
-    return type(found)([call("getitem")(one, tuple(map(slice, here.shape(i)))) for i, one in enumerate(found)])
+    return type(found)(
+        [
+            call("getitem")(one, tuple(map(slice, here.shape(i))))
+            for i, one in enumerate(found)
+        ]
+    )
 
 
 def of_some(here: Here, least: int = 1, **arguments: Any) -> Any:
     """The operator on a shard; many do not take an empty one, so they get zeros, and nothing of the result is kept."""
-    if all(0 not in value.shape for value in arguments.values() if platform.is_tensor(value)):
+    if all(
+        0 not in value.shape
+        for value in arguments.values()
+        if platform.is_tensor(value)
+    ):
         return here.function(**arguments)
-    given = {name: some(value, least) if platform.is_tensor(value) else value for name, value in arguments.items()}
+    given = {
+        name: some(value, least) if platform.is_tensor(value) else value
+        for name, value in arguments.items()
+    }
     return piece(here, here.function(**given))
 
 
-def changed(shape: Sequence[int], dims: Sequence[int]) -> tuple[str, str, dict[str, int]]:
+def changed(
+    shape: Sequence[int], dims: Sequence[int]
+) -> tuple[str, str, dict[str, int]]:
     """A tensor before and after an operator that changes these dims; ``shape``: that after it."""
     before = " ".join(f"d{i}{'!' if i in dims else ''}" for i in range(len(shape)))
     after = " ".join(f"o{i}!" if i in dims else f"d{i}" for i in range(len(shape)))
@@ -90,9 +111,16 @@ def windowed(
     def rule(**arguments: Any) -> Ruled:
         shapes = shapes_of(name, arguments)
         ndim = len(shapes[0])
-        before, after, sizes = changed(shapes[0], range(2 if along is None else ndim - along, ndim))
+        before, after, sizes = changed(
+            shapes[0], range(2 if along is None else ndim - along, ndim)
+        )
         text = f"{', '.join([before] * len(tensors))} -> {', '.join([after] * len(shapes))}"
-        made = Rule(text, linear=((0,),) if carries else (), carries=tuple(carries), broadcast="none")
+        made = Rule(
+            text,
+            linear=((0,),) if carries else (),
+            carries=tuple(carries),
+            broadcast="none",
+        )
         return Ruled(made, sizes, [arguments[tensor] for tensor in tensors])
 
     return rule
@@ -104,7 +132,10 @@ class Exact(float):
 
 def inexact(value: Any) -> bool:
     """Whether a plan would not remember which numbers these are."""
-    return any(type(one) is float for one in (value if isinstance(value, (list, tuple)) else [value]))
+    return any(
+        type(one) is float
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+    )
 
 
 def exact(value: Any) -> Any:
@@ -121,9 +152,17 @@ POOLS = [  # for one, two and three dims: the name, the parameters, which reduct
     ("avg_pool{}d", f"{POOL}, ceil_mode=False, count_include_pad=True", SUMS),
     ("adaptive_avg_pool{}d", "input, output_size", SUMS),
     ("adaptive_max_pool{}d", "input, output_size, return_indices=False", NONE),
-    ("adaptive_max_pool{}d_with_indices", "input, output_size, return_indices=True", NONE),
+    (
+        "adaptive_max_pool{}d_with_indices",
+        "input, output_size, return_indices=True",
+        NONE,
+    ),
     ("max_pool{}d", f"{POOL}, dilation=1, ceil_mode=False, return_indices=False", NONE),
-    ("max_pool{}d_with_indices", f"{POOL}, dilation=1, ceil_mode=False, return_indices=True", NONE),
+    (
+        "max_pool{}d_with_indices",
+        f"{POOL}, dilation=1, ceil_mode=False, return_indices=True",
+        NONE,
+    ),
     ("lp_pool{}d", "input, norm_type, kernel_size, stride=None, ceil_mode=False", NONE),
 ]
 for _count in (1, 2, 3):
@@ -146,7 +185,11 @@ def _fractional(name: str, along: int) -> Callable[..., Any]:
     def rule(input: Any, output_ratio: Any, _random_samples: Any, **more: Any) -> Any:
         if _random_samples is None or inexact(output_ratio):
             return handler
-        given = {"input": input, "output_ratio": output_ratio, "_random_samples": _random_samples}
+        given = {
+            "input": input,
+            "output_ratio": output_ratio,
+            "_random_samples": _random_samples,
+        }
         shapes = shapes_of(name, {**given, **more})
         free = len(input.shape) - along
         before, after, sizes = changed(shapes[0], range(free, free + along))
@@ -154,22 +197,38 @@ def _fractional(name: str, along: int) -> Callable[..., Any]:
         text = f"{before}, {channels} at! -> {', '.join([after] * len(shapes))}"
         return Ruled(Rule(text, broadcast="none"), sizes, [input, _random_samples])
 
-    def handler(input: Any, output_ratio: Any, _random_samples: Any, **more: Any) -> Any:
+    def handler(
+        input: Any, output_ratio: Any, _random_samples: Any, **more: Any
+    ) -> Any:
         if _random_samples is None:
             free = len(input.shape) - along
             images = [1] * (2 - free) + list(input.shape[:free])
             how = {"dtype": input.dtype, "device": input.device}
-            drawn = as_one_device(input.device_mesh, lambda: platform.rand((*images, along), **how))
+            drawn = as_one_device(
+                input.device_mesh, lambda: platform.rand((*images, along), **how)
+            )
             _random_samples = replicated(drawn, input)
-        return call(name)(input, output_ratio=exact(output_ratio), _random_samples=_random_samples, **more)
+        return call(name)(
+            input,
+            output_ratio=exact(output_ratio),
+            _random_samples=_random_samples,
+            **more,
+        )
 
     return rule
 
 
 for _count in (2, 3):
-    for _returns, _name in enumerate((f"fractional_max_pool{_count}d", f"fractional_max_pool{_count}d_with_indices")):
+    for _returns, _name in enumerate(
+        (f"fractional_max_pool{_count}d", f"fractional_max_pool{_count}d_with_indices")
+    ):
         _parameters = "input, kernel_size, output_size=None, output_ratio=None, return_indices={}, _random_samples=None"
-        operator(_name, _parameters.format(bool(_returns)), _fractional(_name, _count), local=of_some)
+        operator(
+            _name,
+            _parameters.format(bool(_returns)),
+            _fractional(_name, _count),
+            local=of_some,
+        )
 
 # --- other sizes
 
@@ -178,7 +237,9 @@ def _interpolate(mode: str, scale_factor: Any, **more: Any) -> Any:
     if inexact(scale_factor):
         return _interpolate_exactly
     carries = REDUCE_OPS if mode.startswith("nearest") else SUMS
-    return windowed("interpolate", None, carries)(mode=mode, scale_factor=scale_factor, **more)
+    return windowed("interpolate", None, carries)(
+        mode=mode, scale_factor=scale_factor, **more
+    )
 
 
 def _interpolate_exactly(scale_factor: Any, **more: Any) -> Any:
@@ -211,14 +272,21 @@ def _area(kernel_size: Any) -> int:
 
 
 def _im2col(input: Any, kernel_size: Any, **more: Any) -> Ruled:
-    ((*_, columns),) = shapes_of("im2col", {"input": input, "kernel_size": kernel_size, **more})
+    ((*_, columns),) = shapes_of(
+        "im2col", {"input": input, "kernel_size": kernel_size, **more}
+    )
     batch = "n " * (len(input.shape) == 4)
     text = f"{batch}c h! w! -> {batch}(c k!) l!"
-    return Ruled(Rule(text, linear=((0,),), broadcast="none"), {"k": _area(kernel_size), "l": columns})
+    return Ruled(
+        Rule(text, linear=((0,),), broadcast="none"),
+        {"k": _area(kernel_size), "l": columns},
+    )
 
 
 def _col2im(input: Any, kernel_size: Any, **more: Any) -> Ruled:
-    ((*_, height, width),) = shapes_of("col2im", {"input": input, "kernel_size": kernel_size, **more})
+    ((*_, height, width),) = shapes_of(
+        "col2im", {"input": input, "kernel_size": kernel_size, **more}
+    )
     batch = "n " * (len(input.shape) == 3)
     text = f"{batch}(c k!) l! -> {batch}c h! w!"
     sizes = {"k": _area(kernel_size), "h": height, "w": width}
@@ -229,8 +297,18 @@ def _col2im_of_shard(here: Here, kernel_size: Any, **more: Any) -> Any:
     return of_some(here, least=_area(kernel_size), kernel_size=kernel_size, **more)
 
 
-operator("im2col", "input, kernel_size, dilation=1, padding=0, stride=1", _im2col, local=of_some)
-operator("col2im", "input, output_size, kernel_size, dilation=1, padding=0, stride=1", _col2im, local=_col2im_of_shard)
+operator(
+    "im2col",
+    "input, kernel_size, dilation=1, padding=0, stride=1",
+    _im2col,
+    local=of_some,
+)
+operator(
+    "col2im",
+    "input, output_size, kernel_size, dilation=1, padding=0, stride=1",
+    _col2im,
+    local=_col2im_of_shard,
+)
 
 
 def _pixels(text: str, name: str, factor: str) -> None:
@@ -247,15 +325,21 @@ def _pixels(text: str, name: str, factor: str) -> None:
 
 
 _pixels("... (c i! j!) h w -> ... c (h i!) (w j!)", "pixel_shuffle", "upscale_factor")
-_pixels("... c (h i!) (w j!) -> ... (c i! j!) h w", "pixel_unshuffle", "downscale_factor")
+_pixels(
+    "... c (h i!) (w j!) -> ... (c i! j!) h w", "pixel_unshuffle", "downscale_factor"
+)
 
 
 def _channel_shuffle(input: Any, groups: int) -> Any:
     shapes_of("channel_shuffle", {"input": input, "groups": groups})
-    return call("flatten")(call("transpose")(call("unflatten")(input, 1, (groups, -1)), 1, 2), 1, 2)
+    return call("flatten")(
+        call("transpose")(call("unflatten")(input, 1, (groups, -1)), 1, 2), 1, 2
+    )
 
 
-operator("channel_shuffle native_channel_shuffle", "input, groups", handler=_channel_shuffle)
+operator(
+    "channel_shuffle native_channel_shuffle", "input, groups", handler=_channel_shuffle
+)
 
 # --- samples at a grid
 
@@ -268,7 +352,10 @@ def _grid_sample(input: Any, grid: Any, **_: Any) -> Ruled:
 
 
 operator(
-    "grid_sample", "input, grid, mode='bilinear', padding_mode='zeros', align_corners=None", _grid_sample, local=of_some
+    "grid_sample",
+    "input, grid, mode='bilinear', padding_mode='zeros', align_corners=None",
+    _grid_sample,
+    local=of_some,
 )
 operator(
     "grid_sampler grid_sampler_2d grid_sampler_3d",
@@ -281,7 +368,10 @@ operator(
 def _affine_grid(size: Any, **_: Any) -> Ruled:
     names = [f"o{i}!" for i in range(len(size) - 2)]
     sizes = dict(zip((name[:-1] for name in names), size[2:], strict=True))
-    return Ruled(Rule(f"n r! k! -> n {' '.join(names)} r!", linear=((0,),), broadcast="none"), sizes)
+    return Ruled(
+        Rule(f"n r! k! -> n {' '.join(names)} r!", linear=((0,),), broadcast="none"),
+        sizes,
+    )
 
 
 def _affine_grid_of_shard(here: Here, theta: Any, size: Any, **more: Any) -> Any:
@@ -289,5 +379,15 @@ def _affine_grid_of_shard(here: Here, theta: Any, size: Any, **more: Any) -> Any
     return piece(here, here.function(theta, [theta.shape[0], *size[1:]], **more))
 
 
-operator("affine_grid", "theta, size, align_corners=None", _affine_grid, local=_affine_grid_of_shard)
-operator("affine_grid_generator", "theta, size, align_corners", _affine_grid, local=_affine_grid_of_shard)
+operator(
+    "affine_grid",
+    "theta, size, align_corners=None",
+    _affine_grid,
+    local=_affine_grid_of_shard,
+)
+operator(
+    "affine_grid_generator",
+    "theta, size, align_corners",
+    _affine_grid,
+    local=_affine_grid_of_shard,
+)

@@ -12,7 +12,14 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import matmul, mint, numbers, ops, refuse, rows
+from hyper_parallel.platform.mindspore.functions.shared import (
+    matmul,
+    mint,
+    numbers,
+    ops,
+    refuse,
+    rows,
+)
 
 
 def _attention(
@@ -49,4 +56,7 @@ def safe_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
     return found.masked_fill(nothing, 0.0)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, "_safe_softmax": safe_softmax}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "_safe_softmax": safe_softmax,
+}

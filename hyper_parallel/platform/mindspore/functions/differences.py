@@ -9,8 +9,15 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, shaped
+from hyper_parallel.platform.mindspore.functions.reductions import (
+    FUNCTIONS as REDUCTIONS,
+)
+from hyper_parallel.platform.mindspore.functions.shared import (
+    mint,
+    numbers,
+    ops,
+    shaped,
+)
 
 vector_norm = REDUCTIONS["vector_norm"]
 
@@ -18,17 +25,25 @@ vector_norm = REDUCTIONS["vector_norm"]
 def _ends(input: Any, dim: int) -> tuple[Any, Any]:
     """All along a dim but the last, and all but the first."""
     size = max(input.shape[dim] - 1, 0)
-    return mint.narrow(input, dim, 0, size), mint.narrow(input, dim, input.shape[dim] - size, size)
+    return mint.narrow(input, dim, 0, size), mint.narrow(
+        input, dim, input.shape[dim] - size, size
+    )
 
 
-def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def _diff(
+    input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None
+) -> Any:
     if n == 0:  # nothing is put beside it then
         return input
     parts = [part for part in (prepend, input, append) if part is not None]
     input = mint.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(n):
         before, after = _ends(input, dim)
-        input = mint.logical_xor(after, before) if input.dtype == mindspore.bool_ else after - before
+        input = (
+            mint.logical_xor(after, before)
+            if input.dtype == mindspore.bool_
+            else after - before
+        )
     return input
 
 
@@ -62,7 +77,9 @@ def _renorm(input: Any, p: float, dim: int, maxnorm: float) -> Any:
     others = tuple(d for d in range(len(input.shape)) if d != dim % len(input.shape))
     norms = vector_norm(input, p, others, True)
     shrunk = numbers(input, maxnorm) / (norms + numbers(input, 1e-7))
-    return input * mint.where(norms > numbers(input, maxnorm), shrunk, ops.ones_like(norms))
+    return input * mint.where(
+        norms > numbers(input, maxnorm), shrunk, ops.ones_like(norms)
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -12,8 +12,16 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import randomness
 from hyper_parallel.platform.mindspore.functions.pointwise import number
-from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
-from hyper_parallel.platform.mindspore.functions.shared import Array, mint, numbers, ops, refuse
+from hyper_parallel.platform.mindspore.functions.reductions import (
+    FUNCTIONS as REDUCTIONS,
+)
+from hyper_parallel.platform.mindspore.functions.shared import (
+    Array,
+    mint,
+    numbers,
+    ops,
+    refuse,
+)
 
 Draw = Callable[..., Array]  # numbers of a shape, by the arguments of the operator
 
@@ -23,7 +31,9 @@ def _filling(draw: Draw) -> Callable[..., Any]:
 
     def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         refuse("a random operator", generator=generator)
-        return input.copy_(Tensor(draw(tuple(input.shape), *args, **kwargs)).astype(input.dtype))
+        return input.copy_(
+            Tensor(draw(tuple(input.shape), *args, **kwargs)).astype(input.dtype)
+        )
 
     return fill
 
@@ -41,7 +51,9 @@ def _exponential(shape: Any, lambd: float = 1.0) -> Array:
 
 
 def _integers(shape: Any, low: int = 0, high: int | None = None) -> Array:
-    return randomness.draw().integers(low, 2**24 if high is None else high, shape)  # which every float32 has
+    return randomness.draw().integers(
+        low, 2**24 if high is None else high, shape
+    )  # which every float32 has
 
 
 def _truths(shape: Any, p: float = 0.5) -> Array:
@@ -76,14 +88,26 @@ def _poisson(input: Any, generator: Any = None) -> Any:
 
 
 def _rrelu(
-    input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    input: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
 ) -> Any:
     refuse("rrelu", inplace=inplace)
-    slope = _uniform(tuple(input.shape), lower, upper) if training else (lower + upper) / 2
+    slope = (
+        _uniform(tuple(input.shape), lower, upper) if training else (lower + upper) / 2
+    )
     return mint.where(input > 0, input, input * numbers(input, slope))
 
 
-def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:  # noqa: ARG001 - of former times
+def _gumbel_softmax(
+    logits: Any,
+    tau: float = 1,
+    hard: bool = False,
+    eps: float = 1e-10,  # noqa: ARG001 - of former times
+    dim: int = -1,
+) -> Any:
     noise = -mint.log(numbers(logits, _exponential(tuple(logits.shape))))
     soft = REDUCTIONS["softmax"]((logits + noise) / numbers(logits, tau), dim)
     if not hard:

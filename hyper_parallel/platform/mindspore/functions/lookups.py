@@ -13,12 +13,21 @@ import numpy as np
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore import empty
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, refuse, rows, shaped
+from hyper_parallel.platform.mindspore.functions.shared import (
+    mint,
+    numbers,
+    ops,
+    refuse,
+    rows,
+    shaped,
+)
 
 
 def _getitem(input: Any, index: Any) -> Any:
     # A tensor that is told of its operators does it by itself.
-    return input[index] if hasattr(input, "_plain") else Tensor.__getitem__(input, index)
+    return (
+        input[index] if hasattr(input, "_plain") else Tensor.__getitem__(input, index)
+    )
 
 
 def _setitem(input: Any, index: Any, value: Any) -> Any:
@@ -41,12 +50,19 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    refuse("embedding", max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    refuse(
+        "embedding",
+        max_norm=max_norm,
+        scale_grad_by_freq=scale_grad_by_freq,
+        sparse=sparse,
+    )
     found = ops.gather(weight, input, 0)
     if padding_idx is None:
         return found
     padding = padding_idx % weight.shape[0]
-    return mint.where(mint.unsqueeze(input != padding, -1), found, ops.stop_gradient(found))
+    return mint.where(
+        mint.unsqueeze(input != padding, -1), found, ops.stop_gradient(found)
+    )
 
 
 def _gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
@@ -62,7 +78,11 @@ def _one_hot(input: Any, num_classes: int = -1) -> Any:
 def _take(input: Any, index: Any) -> Any:
     """The elements at places among all."""
     size = input.size
-    return rows(shaped(input, (-1,)), shaped(mint.where(index < 0, index + size, index), (-1,)), 0).reshape(index.shape)
+    return rows(
+        shaped(input, (-1,)),
+        shaped(mint.where(index < 0, index + size, index), (-1,)),
+        0,
+    ).reshape(index.shape)
 
 
 def _searchsorted(
@@ -78,14 +98,24 @@ def _searchsorted(
     last = right or side == "right"
     edges, values = mint.unsqueeze(sorted_sequence, -2), mint.unsqueeze(input, -1)
     below = edges <= values if last else edges < values
-    return mint.sum(below.astype(mindspore.int64), -1).astype(mindspore.int32 if out_int32 else mindspore.int64)
+    return mint.sum(below.astype(mindspore.int64), -1).astype(
+        mindspore.int32 if out_int32 else mindspore.int64
+    )
 
 
-def _bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+def _bucketize(
+    input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> Any:
     return _searchsorted(boundaries, input, out_int32=out_int32, right=right)
 
 
-def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:  # noqa: ARG001
+def _isin(
+    elements: Any,
+    test_elements: Any,
+    *,
+    assume_unique: bool = False,  # noqa: ARG001
+    invert: bool = False,
+) -> Any:
     same = mint.unsqueeze(elements, -1) == shaped(test_elements, (-1,))
     found = mint.sum(same.astype(mindspore.int32), -1) > 0
     return mint.logical_not(found) if invert else found
@@ -106,19 +136,31 @@ def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 
 def _slice_scatter(
-    input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    input: Any,
+    src: Any,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Any:
     return _written(input, src, range(input.shape[dim])[start:end:step], dim)
 
 
-def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def _diagonal_scatter(
+    input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Any:
     ndim = len(input.shape)
-    order = [d for d in range(ndim) if d not in (dim1 % ndim, dim2 % ndim)] + [dim1 % ndim, dim2 % ndim]
+    order = [d for d in range(ndim) if d not in (dim1 % ndim, dim2 % ndim)] + [
+        dim1 % ndim,
+        dim2 % ndim,
+    ]
     last = mint.permute(input, tuple(order))
     high, wide = last.shape[-2:]
     places = np.arange(high * wide).reshape(high, wide).diagonal(offset)
     found = _written(shaped(last, (*last.shape[:-2], high * wide)), src, places, -1)
-    return mint.permute(shaped(found, last.shape), tuple(int(d) for d in np.argsort(order)))
+    return mint.permute(
+        shaped(found, last.shape), tuple(int(d) for d in np.argsort(order))
+    )
 
 
 def _spread(index: Any, source: Any, dim: int) -> Any:
@@ -128,9 +170,19 @@ def _spread(index: Any, source: Any, dim: int) -> Any:
     return mint.broadcast_to(shaped(index, shape), tuple(source.shape))
 
 
-def _scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: Any = None) -> Any:
+def _scatter(
+    input: Any,
+    dim: int,
+    index: Any,
+    src: Any = None,
+    *,
+    value: Any = None,
+    reduce: Any = None,
+) -> Any:
     if reduce not in (None, "add"):
-        raise NotImplementedError(f"scatter: MindSpore has 'add' as reduce, not {reduce!r}; use scatter_reduce")
+        raise NotImplementedError(
+            f"scatter: MindSpore has 'add' as reduce, not {reduce!r}; use scatter_reduce"
+        )
     src = value if src is None else src
     src = src if isinstance(src, Tensor) and src.shape else _filled(index, src, input)
     return _put(input, dim, index, src, reduce or "none")
@@ -158,9 +210,20 @@ def _added(input: Any, dim: int, index: Any, src: Any) -> Any:
     steps = [math.prod(input.shape[d + 1 :]) for d in range(len(input.shape))]
     dim %= len(steps)
     others = np.indices([1 if d == dim else n for d, n in enumerate(index.shape)])
-    base = sum((at * step for d, (at, step) in enumerate(zip(others, steps, strict=True)) if d != dim), np.int64(0))
-    places = index.astype(mindspore.int64) * steps[dim] + Tensor(np.asarray(base, np.int64))
-    found = ops.tensor_scatter_add(shaped(input, (-1,)), shaped(places, (-1, 1)), shaped(src, (-1,)))
+    base = sum(
+        (
+            at * step
+            for d, (at, step) in enumerate(zip(others, steps, strict=True))
+            if d != dim
+        ),
+        np.int64(0),
+    )
+    places = index.astype(mindspore.int64) * steps[dim] + Tensor(
+        np.asarray(base, np.int64)
+    )
+    found = ops.tensor_scatter_add(
+        shaped(input, (-1,)), shaped(places, (-1, 1)), shaped(src, (-1,))
+    )
     return shaped(found, input.shape)
 
 
@@ -168,9 +231,19 @@ def _scatter_add(input: Any, dim: int, index: Any, src: Any) -> Any:
     return _put(input, dim, index, src, "add")
 
 
-def _scatter_reduce(input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+def _scatter_reduce(
+    input: Any,
+    dim: int,
+    index: Any,
+    src: Any,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
     if reduce not in ("sum", "mean"):
-        raise NotImplementedError(f"scatter_reduce: MindSpore has sum and mean on this device, not {reduce!r}")
+        raise NotImplementedError(
+            f"scatter_reduce: MindSpore has sum and mean on this device, not {reduce!r}"
+        )
     ones = ops.ones_like(src)
     if not include_self:
         reached = _put(ops.zeros_like(input), dim, index, ones, "add") > 0
@@ -178,7 +251,13 @@ def _scatter_reduce(input: Any, dim: int, index: Any, src: Any, reduce: str, *, 
     total = _put(input, dim, index, src, "add")
     if reduce == "sum":
         return total
-    counted = _put(ops.ones_like(input) if include_self else ops.zeros_like(input), dim, index, ones, "add")
+    counted = _put(
+        ops.ones_like(input) if include_self else ops.zeros_like(input),
+        dim,
+        index,
+        ones,
+        "add",
+    )
     return total / mint.maximum(counted, ops.ones_like(counted))
 
 
@@ -193,31 +272,54 @@ def _index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
 
 def _rows_put(input: Any, dim: int, index: Any, source: Any, how: str) -> Any:
     if not input.shape:  # counts as a row of one
-        row = _rows_put(shaped(input, (1,)), 0, shaped(index, (1,)), shaped(source, (1,)), how)
+        row = _rows_put(
+            shaped(input, (1,)), 0, shaped(index, (1,)), shaped(source, (1,)), how
+        )
         return shaped(row, ())
     return _put(input, dim, _spread(index, source, dim), source, how)
 
 
 def _index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
     places = Tensor(np.arange(input.shape[dim])[:, None])
-    reached = mint.sum((places == shaped(index, (1, -1))).astype(mindspore.int32), 1) > 0
+    reached = (
+        mint.sum((places == shaped(index, (1, -1))).astype(mindspore.int32), 1) > 0
+    )
     shape = [1] * len(input.shape)
     shape[dim] = -1
     return mint.where(shaped(reached, shape), _filled(input, value, input), input)
 
 
-def _index_put(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def _index_put(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
     if any(index is None or index.dtype == mindspore.bool_ for index in indices):
         if len(indices) == 1 and indices[0] is not None and not values.shape:
-            mask = shaped(indices[0], (*indices[0].shape, *(1,) * (len(input.shape) - len(indices[0].shape))))
+            mask = shaped(
+                indices[0],
+                (*indices[0].shape, *(1,) * (len(input.shape) - len(indices[0].shape))),
+            )
             value = values.astype(input.dtype)
             return mint.where(mask, input + value if accumulate else value, input)
-        raise NotImplementedError("index_put: MindSpore takes indices of the first dims, or a mask for one number")
+        raise NotImplementedError(
+            "index_put: MindSpore takes indices of the first dims, or a mask for one number"
+        )
     shape = np.broadcast_shapes(*(tuple(index.shape) for index in indices))
-    wide = [mint.broadcast_to(index, shape).astype(mindspore.int64) for index in indices]
-    places = ops.stack([mint.where(i < 0, i + size, i) for i, size in zip(wide, input.shape, strict=False)], -1)
-    values = mint.broadcast_to(values.astype(input.dtype), (*shape, *input.shape[len(indices) :]))
-    return (ops.tensor_scatter_add if accumulate else ops.tensor_scatter_update)(input, places, values)
+    wide = [
+        mint.broadcast_to(index, shape).astype(mindspore.int64) for index in indices
+    ]
+    places = ops.stack(
+        [
+            mint.where(i < 0, i + size, i)
+            for i, size in zip(wide, input.shape, strict=False)
+        ],
+        -1,
+    )
+    values = mint.broadcast_to(
+        values.astype(input.dtype), (*shape, *input.shape[len(indices) :])
+    )
+    return (ops.tensor_scatter_add if accumulate else ops.tensor_scatter_update)(
+        input, places, values
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

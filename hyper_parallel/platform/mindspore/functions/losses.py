@@ -12,8 +12,15 @@ import numpy as np
 from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.functions.norms import FUNCTIONS as NORMS
-from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, shaped
+from hyper_parallel.platform.mindspore.functions.reductions import (
+    FUNCTIONS as REDUCTIONS,
+)
+from hyper_parallel.platform.mindspore.functions.shared import (
+    mint,
+    numbers,
+    ops,
+    shaped,
+)
 
 
 def _old(reduction: str, size_average: Any, reduce: Any) -> str:
@@ -27,12 +34,19 @@ def _reduced(loss: Any, reduction: str) -> Any:
     if reduction == "none":
         return loss
     if reduction not in ("sum", "mean"):
-        raise ValueError(f"expected 'none', 'sum' or 'mean' as reduction, got {reduction!r}")
+        raise ValueError(
+            f"expected 'none', 'sum' or 'mean' as reduction, got {reduction!r}"
+        )
     return mint.sum(loss) if reduction == "sum" else mint.mean(loss)
 
 
 def _squared(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    weight: Any = None,
 ) -> Any:
     off = input - target
     return _weighted(off * off, weight, _old(reduction, size_average, reduce))
@@ -47,12 +61,25 @@ def _weighted(loss: Any, weight: Any, reduction: str) -> Any:
 
 
 def _l1(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    weight: Any = None,
 ) -> Any:
-    return _weighted(mint.abs(input - target), weight, _old(reduction, size_average, reduce))
+    return _weighted(
+        mint.abs(input - target), weight, _old(reduction, size_average, reduce)
+    )
 
 
-def _huber(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+def _huber(
+    input: Any,
+    target: Any,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Any = None,
+) -> Any:
     off, at = mint.abs(input - target), numbers(input, delta)
     half = numbers(input, 0.5)
     loss = mint.where(off <= at, half * off * off, at * (off - half * at))
@@ -60,23 +87,37 @@ def _huber(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0,
 
 
 def _smooth_l1(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    beta: float = 1.0,
 ) -> Any:
     off, at, half = mint.abs(input - target), numbers(input, beta), numbers(input, 0.5)
     reduction = _old(reduction, size_average, reduce)
     if beta == 0:
         return _reduced(off, reduction)
-    return _reduced(mint.where(off < at, half * off * off / at, off - half * at), reduction)
+    return _reduced(
+        mint.where(off < at, half * off * off / at, off - half * at), reduction
+    )
 
 
 def _bce(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
 ) -> Any:
     def log(x: Any) -> Any:
         return mint.clamp(mint.log(x), min=-100.0)
 
     loss = -(target * log(input) + (1 - target) * log(1 - input))
-    return _reduced(loss if weight is None else loss * weight, _old(reduction, size_average, reduce))
+    return _reduced(
+        loss if weight is None else loss * weight, _old(reduction, size_average, reduce)
+    )
 
 
 def _bce_with_logits(
@@ -92,7 +133,9 @@ def _bce_with_logits(
     softplus = mint.log1p(mint.exp(-mint.abs(input))) + mint.maximum(-input, zero)
     scale = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     loss = (1 - target) * input + scale * softplus
-    return _reduced(loss if weight is None else loss * weight, _old(reduction, size_average, reduce))
+    return _reduced(
+        loss if weight is None else loss * weight, _old(reduction, size_average, reduce)
+    )
 
 
 def _kl_div(
@@ -125,28 +168,52 @@ def _poisson(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    loss = mint.exp(input) - target * input if log_input else input - target * mint.log(input + numbers(input, eps))
+    loss = (
+        mint.exp(input) - target * input
+        if log_input
+        else input - target * mint.log(input + numbers(input, eps))
+    )
     if full:
         safe = mint.where(target > 1, target, ops.ones((), target.dtype))
-        extra = safe * mint.log(safe) - safe + numbers(input, 0.5) * mint.log(safe * numbers(input, 2 * math.pi))
+        extra = (
+            safe * mint.log(safe)
+            - safe
+            + numbers(input, 0.5) * mint.log(safe * numbers(input, 2 * math.pi))
+        )
         loss = loss + mint.where(target > 1, extra, ops.zeros((), target.dtype))
     return _reduced(loss, _old(reduction, size_average, reduce))
 
 
-def _gaussian(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+def _gaussian(
+    input: Any,
+    target: Any,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
     if not hasattr(var, "shape"):
         var = ops.full(tuple(input.shape), var, dtype=input.dtype)
-    elif tuple(var.shape) != tuple(input.shape) and tuple(var.shape) == tuple(input.shape[:-1]):
+    elif tuple(var.shape) != tuple(input.shape) and tuple(var.shape) == tuple(
+        input.shape[:-1]
+    ):
         var = mint.unsqueeze(var, -1)
     least = numbers(var, eps)  # which does not change the gradient
     var = var + ops.stop_gradient(mint.maximum(var, least) - var)
     off = input - target
     loss = numbers(input, 0.5) * (mint.log(var) + off * off / var)
-    return _reduced(loss + numbers(input, 0.5 * math.log(2 * math.pi)) if full else loss, reduction)
+    return _reduced(
+        loss + numbers(input, 0.5 * math.log(2 * math.pi)) if full else loss, reduction
+    )
 
 
 def _hinge(
-    input: Any, target: Any, margin: float = 1.0, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+    input: Any,
+    target: Any,
+    margin: float = 1.0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
 ) -> Any:
     zero = ops.zeros((), input.dtype)
     away = mint.maximum(numbers(input, margin) - input, zero)
@@ -163,7 +230,10 @@ def _ranking(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    loss = mint.maximum(-target * (input1 - input2) + numbers(input1, margin), ops.zeros((), input1.dtype))
+    loss = mint.maximum(
+        -target * (input1 - input2) + numbers(input1, margin),
+        ops.zeros((), input1.dtype),
+    )
     return _reduced(loss, _old(reduction, size_average, reduce))
 
 
@@ -181,7 +251,9 @@ def _cosine(
     cosine = mint.sum(input1 * input2, -1) / mint.sqrt(first * second)
     zero = ops.zeros((), cosine.dtype)
     away = mint.maximum(cosine - numbers(cosine, margin), zero)
-    loss = mint.where(target == 1, 1 - cosine, zero) + mint.where(target == -1, away, zero)
+    loss = mint.where(target == 1, 1 - cosine, zero) + mint.where(
+        target == -1, away, zero
+    )
     return _reduced(loss, _old(reduction, size_average, reduce))
 
 
@@ -205,13 +277,24 @@ def _triplet(
     return _reduced(loss, _old(reduction, size_average, reduce))
 
 
-def _soft_margin(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean") -> Any:
+def _soft_margin(
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
     loss = mint.log1p(mint.exp(-target * input))
     return _reduced(loss, _old(reduction, size_average, reduce))
 
 
 def _multilabel_soft_margin(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
 ) -> Any:
     loss = _bce_with_logits(input, target, reduction="none")
     loss = mint.mean(loss if weight is None else loss * weight, -1)
@@ -229,7 +312,10 @@ def _multi_margin(
     reduction: str = "mean",
 ) -> Any:
     index = mint.unsqueeze(target, -1)
-    away = mint.maximum(numbers(input, margin) - mint.gather(input, -1, index) + input, ops.zeros((), input.dtype))
+    away = mint.maximum(
+        numbers(input, margin) - mint.gather(input, -1, index) + input,
+        ops.zeros((), input.dtype),
+    )
     away = away if p == 1 else away * away
     if weight is not None:
         away = away * mint.unsqueeze(ops.gather(weight, target, 0), -1)
@@ -262,7 +348,9 @@ def _counted(loss: Any, target: Any, ignore_index: int) -> Any:
     return mint.where(target != ignore_index, loss, ops.zeros((), loss.dtype))
 
 
-def _of_targets(input: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+def _of_targets(
+    input: Any, target: Any, weight: Any, ignore_index: int
+) -> tuple[Any, Any]:
     """The weight of every target, none for those that do not count; and the targets, zero in their stead."""
     counts = target != ignore_index
     safe = mint.where(counts, target, ops.zeros_like(target))
@@ -271,7 +359,11 @@ def _of_targets(input: Any, target: Any, weight: Any, ignore_index: int) -> tupl
 
 
 def _mean_by_weight(loss: Any, weights: Any, reduction: str) -> Any:
-    return mint.sum(loss) / mint.sum(weights) if reduction == "mean" else _reduced(loss, reduction)
+    return (
+        mint.sum(loss) / mint.sum(weights)
+        if reduction == "mean"
+        else _reduced(loss, reduction)
+    )
 
 
 def _cross_entropy(
@@ -292,16 +384,26 @@ def _cross_entropy(
     across = logs if weight is None else logs * shaped(weight, shape)
     if tuple(target.shape) == tuple(input.shape) and target.is_floating_point():
         if label_smoothing:
-            target = target * numbers(target, 1 - label_smoothing) + numbers(target, label_smoothing / classes)
+            target = target * numbers(target, 1 - label_smoothing) + numbers(
+                target, label_smoothing / classes
+            )
         loss = -mint.sum(across * target, dim)
         positions = numbers(loss, max(math.prod(input.shape) // classes, 1))
-        return mint.sum(loss) / positions if reduction == "mean" else _reduced(loss, reduction)
+        return (
+            mint.sum(loss) / positions
+            if reduction == "mean"
+            else _reduced(loss, reduction)
+        )
     found = _nll(logs, target, weight, None, ignore_index, None, reduction)
     if not label_smoothing:
         return found
     weights, _ = _of_targets(input, target, weight, ignore_index)
-    spread = _mean_by_weight(_counted(-mint.sum(across, dim), target, ignore_index), weights, reduction)
-    return found * numbers(found, 1 - label_smoothing) + spread * numbers(found, label_smoothing / classes)
+    spread = _mean_by_weight(
+        _counted(-mint.sum(across, dim), target, ignore_index), weights, reduction
+    )
+    return found * numbers(found, 1 - label_smoothing) + spread * numbers(
+        found, label_smoothing / classes
+    )
 
 
 def _ctc(
@@ -314,7 +416,8 @@ def _ctc(
     zero_infinity: bool = False,
 ) -> Any:
     input_lengths, target_lengths = (
-        one if isinstance(one, Tensor) else Tensor(np.asarray(one, np.int64)) for one in (input_lengths, target_lengths)
+        one if isinstance(one, Tensor) else Tensor(np.asarray(one, np.int64))
+        for one in (input_lengths, target_lengths)
     )
     if len(targets.shape) == 1:  # those of all, one after the other
         targets = _row_by_row(targets, target_lengths)
@@ -322,7 +425,9 @@ def _ctc(
     fits, some = input_lengths >= target_lengths, input_lengths > 0
     lengths = mint.where(some, input_lengths, ops.ones_like(input_lengths))
     counted = mint.where(fits, target_lengths, ops.zeros_like(target_lengths))
-    loss = ops.ctc_loss(log_probs, targets, lengths, counted, blank, "none", zero_infinity)[0]
+    loss = ops.ctc_loss(
+        log_probs, targets, lengths, counted, blank, "none", zero_infinity
+    )[0]
     loss = mint.where(some, loss, numbers(loss, 0.0))
     loss = mint.where(fits, loss, numbers(loss, math.inf))
     if zero_infinity:  # which the kernel takes in some places of a batch only

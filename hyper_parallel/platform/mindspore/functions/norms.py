@@ -9,25 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform.mindspore.functions.reductions import FUNCTIONS as REDUCTIONS
-from hyper_parallel.platform.mindspore.functions.shared import along, dims_of, mint, numbers, ops, shaped
+from hyper_parallel.platform.mindspore.functions.reductions import (
+    FUNCTIONS as REDUCTIONS,
+)
+from hyper_parallel.platform.mindspore.functions.shared import (
+    along,
+    dims_of,
+    mint,
+    numbers,
+    ops,
+    shaped,
+)
 
 vector_norm = REDUCTIONS["vector_norm"]
 
 
 def _layer_norm(
-    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Any:
-    return _native_layer_norm(input, normalized_shape, weight, bias, eps)[0]  # the kernel rounds to float32
+    return _native_layer_norm(input, normalized_shape, weight, bias, eps)[
+        0
+    ]  # the kernel rounds to float32
 
 
 _EPSILON = {"Float64": 2.0**-52, "Float16": 2.0**-10, "BFloat16": 2.0**-7}
 
 
-def _rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+) -> Any:
     dims = tuple(range(-len(normalized_shape), 0))
     least = _EPSILON.get(str(input.dtype), 2.0**-23) if eps is None else eps
-    found = input * mint.rsqrt(mint.mean(input * input, dims, keepdim=True) + numbers(input, least))
+    found = input * mint.rsqrt(
+        mint.mean(input * input, dims, keepdim=True) + numbers(input, least)
+    )
     return found if weight is None else found * weight
 
 
@@ -39,21 +61,40 @@ def _standard(input: Any, dims: tuple[int, ...], eps: float) -> tuple[Any, Any, 
     return off * inverse, mean, inverse
 
 
-def _native_layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    found, mean, inverse = _standard(input, tuple(range(-len(normalized_shape), 0)), eps)
+def _native_layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Any:
+    found, mean, inverse = _standard(
+        input, tuple(range(-len(normalized_shape), 0)), eps
+    )
     found = found if weight is None else found * weight
     found = found if bias is None else found + bias
     return found, ops.stop_gradient(mean), ops.stop_gradient(inverse)
 
 
-def _group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     grouped = shaped(input, (input.shape[0], num_groups, -1))
-    return _by_channel(shaped(_standard(grouped, (2,), eps)[0], input.shape), weight, bias)
+    return _by_channel(
+        shaped(_standard(grouped, (2,), eps)[0], input.shape), weight, bias
+    )
 
 
-def _native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:  # noqa: ARG001, N803
+def _native_group_norm(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    N: int,  # noqa: N803
+    C: int,  # noqa: ARG001, N803
+    HxW: int,  # noqa: ARG001, N803
+    group: int,
+    eps: float,
+) -> Any:
     found, mean, inverse = _standard(shaped(input, (N, group, -1)), (2,), eps)
-    both = (shaped(one, (N, group)) for one in (mean, inverse))  # which have gradients, unlike those of layers
+    both = (
+        shaped(one, (N, group)) for one in (mean, inverse)
+    )  # which have gradients, unlike those of layers
     return _by_channel(shaped(found, input.shape), weight, bias), *both
 
 
@@ -73,7 +114,17 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    return _normed(input, running_mean, running_var, weight, bias, training, momentum, eps, keep=(1,))
+    return _normed(
+        input,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        training,
+        momentum,
+        eps,
+        keep=(1,),
+    )
 
 
 def _instance_norm(
@@ -86,11 +137,29 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    return _normed(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, keep=(0, 1))
+    return _normed(
+        input,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        use_input_stats,
+        momentum,
+        eps,
+        keep=(0, 1),
+    )
 
 
 def _normed(
-    input: Any, mean: Any, var: Any, weight: Any, bias: Any, own: bool, momentum: float, eps: float, keep: Any
+    input: Any,
+    mean: Any,
+    var: Any,
+    weight: Any,
+    bias: Any,
+    own: bool,
+    momentum: float,
+    eps: float,
+    keep: Any,
 ) -> Any:
     """By the statistics of the input, which the running ones follow, or by the running ones."""
     dims = tuple(d for d in range(len(input.shape)) if d not in keep)
@@ -102,21 +171,29 @@ def _normed(
     found, _, _ = _standard(input, dims, eps)
     if mean is not None:
         data = ops.stop_gradient(input)
-        count = data.size // (data.shape[1] if keep == (1,) else data.shape[0] * data.shape[1])
+        count = data.size // (
+            data.shape[1] if keep == (1,) else data.shape[0] * data.shape[1]
+        )
         here = mint.mean(data, dims, keepdim=True)
-        spread = mint.sum((data - here) * (data - here), dims, keepdim=True) / numbers(data, max(count - 1, 1))
+        spread = mint.sum((data - here) * (data - here), dims, keepdim=True) / numbers(
+            data, max(count - 1, 1)
+        )
         for running, now in ((mean, here), (var, spread)):
             latest = shaped(mint.mean(now, 0) if 0 in keep else now, (-1,))
             running.copy_(running + (latest - running) * numbers(running, momentum))
     return _by_channel(found, weight, bias)
 
 
-def _local_response_norm(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+def _local_response_norm(
+    input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Any:
     channels = np.arange(input.shape[1])
     apart = channels - channels[:, None]  # the neighbours before and after
     near = (apart >= -(size // 2)) & (apart <= (size - 1) // 2)
     means = along(input * input, 1, near / size)
-    return input / mint.pow(means * numbers(input, alpha) + numbers(input, k), numbers(input, beta))
+    return input / mint.pow(
+        means * numbers(input, alpha) + numbers(input, k), numbers(input, beta)
+    )
 
 
 def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
@@ -125,13 +202,20 @@ def _normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12) -> 
 
 def _cosine_similarity(input: Any, other: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     shape = np.broadcast_shapes(tuple(input.shape), tuple(other.shape))
-    input, other = (x if tuple(x.shape) == shape else mint.broadcast_to(x, shape) for x in (input, other))
+    input, other = (
+        x if tuple(x.shape) == shape else mint.broadcast_to(x, shape)
+        for x in (input, other)
+    )
     (dim,) = dims_of(input, dim)
-    first, second = (x / mint.clamp(vector_norm(x, 2, dim, True), min=eps) for x in (input, other))
+    first, second = (
+        x / mint.clamp(vector_norm(x, 2, dim, True), min=eps) for x in (input, other)
+    )
     return mint.sum(first * second, dim)
 
 
-def _pairwise_distance(input: Any, other: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+def _pairwise_distance(
+    input: Any, other: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
     return vector_norm(input - other + numbers(input, eps), p, -1, keepdim)
 
 

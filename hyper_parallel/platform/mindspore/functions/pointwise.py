@@ -12,14 +12,24 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import mint, numbers, ops, refuse, shaped
+from hyper_parallel.platform.mindspore.functions.shared import (
+    mint,
+    numbers,
+    ops,
+    refuse,
+    shaped,
+)
 
 
 def _to(input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Any:
     device = next((arg for arg in args if isinstance(arg, str)), device)
     if device is not None and _kind(device) != _kind(input.device):
         input = input.to(device)
-    wanted = dtype if dtype is not None else next((arg for arg in args if isinstance(arg, mindspore.Type)), None)
+    wanted = (
+        dtype
+        if dtype is not None
+        else next((arg for arg in args if isinstance(arg, mindspore.Type)), None)
+    )
     if wanted is None and args and isinstance(args[0], Tensor):
         wanted = args[0].dtype
     return input if wanted is None or input.dtype == wanted else input.astype(wanted)
@@ -34,7 +44,9 @@ def _lerp(input: Any, end: Any, weight: Any) -> Any:
 
 
 def _prelu(input: Any, weight: Any) -> Any:
-    if len(weight.shape) == 1 and len(input.shape) > 1:  # one for each channel, or for all
+    if (
+        len(weight.shape) == 1 and len(input.shape) > 1
+    ):  # one for each channel, or for all
         weight = shaped(weight, (-1, *(1,) * (len(input.shape) - 2)))
     return mint.where(input > 0, input, input * weight)
 
@@ -54,27 +66,44 @@ def _round(input: Any, *, decimals: int = 0) -> Any:
     if not decimals:
         return mint.round(input)
     scale = numbers(input, 10.0 ** abs(decimals))
-    return mint.round(input * scale) / scale if decimals > 0 else mint.round(input / scale) * scale
+    return (
+        mint.round(input * scale) / scale
+        if decimals > 0
+        else mint.round(input / scale) * scale
+    )
 
 
 def _polygamma(n: Any, input: Any) -> Any:
-    if isinstance(n, Tensor) and not isinstance(input, Tensor):  # as a method it has the tensor first
+    if isinstance(n, Tensor) and not isinstance(
+        input, Tensor
+    ):  # as a method it has the tensor first
         n, input = input, n
     return ops.polygamma(n if isinstance(n, Tensor) else Tensor(n), input)
 
 
 def _polar(abs: Any, angle: Any) -> Any:
     shape = np.broadcast_shapes(tuple(abs.shape), tuple(angle.shape))
-    return ops.polar(*(x if tuple(x.shape) == shape else mint.broadcast_to(x, shape) for x in (abs, angle)))
+    return ops.polar(
+        *(
+            x if tuple(x.shape) == shape else mint.broadcast_to(x, shape)
+            for x in (abs, angle)
+        )
+    )
 
 
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     refuse("dropout", inplace=inplace)
     return ops.dropout(input, p, training) if training and p else input
 
 
 def _scaled(input: Any, value: Any) -> Any:
-    return input if isinstance(value, (int, float)) and value == 1 else input * number(input, value)
+    return (
+        input
+        if isinstance(value, (int, float)) and value == 1
+        else input * number(input, value)
+    )
 
 
 def number(like: Any, value: Any) -> Any:
@@ -87,17 +116,23 @@ def number(like: Any, value: Any) -> Any:
 
 def _plus(input: Any) -> Any:
     """The logarithm of one more than its exponential."""
-    return mint.log1p(mint.exp(-mint.abs(input))) + mint.maximum(input, ops.zeros_like(input))
+    return mint.log1p(mint.exp(-mint.abs(input))) + mint.maximum(
+        input, ops.zeros_like(input)
+    )
 
 
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     scaled = _scaled(input, beta)
-    return mint.where(scaled > numbers(input, threshold), input, _plus(scaled) / numbers(input, beta))
+    return mint.where(
+        scaled > numbers(input, threshold), input, _plus(scaled) / numbers(input, beta)
+    )
 
 
 def _elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     refuse("elu", inplace=inplace)
-    below = mint.minimum(input, ops.zeros_like(input))  # of the others the exponential may be too large
+    below = mint.minimum(
+        input, ops.zeros_like(input)
+    )  # of the others the exponential may be too large
     return mint.where(input > 0, input, _scaled(mint.expm1(below), alpha))
 
 
@@ -116,12 +151,16 @@ def _mish(input: Any, inplace: bool = False) -> Any:
     return input * mint.tanh(_plus(input))
 
 
-def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+def _hardtanh(
+    input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Any:
     refuse("hardtanh", inplace=inplace)
     return ops.clamp(input, numbers(input, min_val), numbers(input, max_val))
 
 
-def _threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
+def _threshold(
+    input: Any, threshold: float, value: float, inplace: bool = False
+) -> Any:
     refuse("threshold", inplace=inplace)
     return mint.where(input > numbers(input, threshold), input, numbers(input, value))
 
@@ -160,13 +199,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "isneginf": lambda input: input == numbers(input, -math.inf),
     "bitwise_or": ops.bitwise_or,
     "bitwise_xor": ops.bitwise_xor,
-    "bitwise_not": lambda input: mint.logical_not(input) if input.dtype == mindspore.bool_ else -input - 1,
+    "bitwise_not": lambda input: (
+        mint.logical_not(input) if input.dtype == mindspore.bool_ else -input - 1
+    ),
     "to": _to,
     "detach": ops.stop_gradient,
     "clone": lambda input, *, memory_format=None: input.copy(),  # noqa: ARG005 - it has one format
     "gelu": lambda input, approximate="none": ops.gelu(input, approximate=approximate),
-    "addcmul": lambda input, tensor1, tensor2, *, value=1: input + _scaled(tensor1 * tensor2, value),
-    "addcdiv": lambda input, tensor1, tensor2, *, value=1: input + _scaled(tensor1 / tensor2, value),
+    "addcmul": lambda input, tensor1, tensor2, *, value=1: (
+        input + _scaled(tensor1 * tensor2, value)
+    ),
+    "addcdiv": lambda input, tensor1, tensor2, *, value=1: (
+        input + _scaled(tensor1 / tensor2, value)
+    ),
     "lerp": _lerp,
     "round": _round,
     "polygamma": _polygamma,

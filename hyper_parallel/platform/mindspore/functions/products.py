@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform.mindspore.functions.shared import dims_of, matmul, mint, numbers, ops, refuse, rows, shaped
+from hyper_parallel.platform.mindspore.functions.shared import (
+    dims_of,
+    matmul,
+    mint,
+    numbers,
+    ops,
+    refuse,
+    rows,
+    shaped,
+)
 
 
 def _dot(input: Any, tensor: Any) -> Any:
@@ -42,11 +51,15 @@ def _addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) ->
     return _added(_outer(vec1, vec2), input, beta, alpha)
 
 
-def _addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addbmm(
+    input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
     return _added(mint.sum(matmul(batch1, batch2), 0), input, beta, alpha)
 
 
-def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _baddbmm(
+    input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
     return _added(matmul(batch1, batch2), input, beta, alpha)
 
 
@@ -59,37 +72,57 @@ def _inner(input: Any, other: Any) -> Any:
 def _tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     if isinstance(dims, int):
         dims = (range(len(a.shape) - dims, len(a.shape)), range(dims))
-    left, right = ([d % len(x.shape) for d in ds] for x, ds in zip((a, b), dims, strict=True))
-    wide = tuple(b.shape[j] if a.shape[i] == 1 else a.shape[i] for i, j in zip(left, right, strict=True))
-    kept = [[d for d in range(len(x.shape)) if d not in ds] for x, ds in ((a, left), (b, right))]
+    left, right = (
+        [d % len(x.shape) for d in ds] for x, ds in zip((a, b), dims, strict=True)
+    )
+    wide = tuple(
+        b.shape[j] if a.shape[i] == 1 else a.shape[i]
+        for i, j in zip(left, right, strict=True)
+    )
+    kept = [
+        [d for d in range(len(x.shape)) if d not in ds]
+        for x, ds in ((a, left), (b, right))
+    ]
     sizes = [[x.shape[d] for d in ds] for x, ds in zip((a, b), kept, strict=True)]
     count = math.prod(wide)
     first = mint.broadcast_to(mint.permute(a, (*kept[0], *left)), (*sizes[0], *wide))
     second = mint.broadcast_to(mint.permute(b, (*right, *kept[1])), (*wide, *sizes[1]))
-    product = matmul(shaped(first, (math.prod(sizes[0]), count)), shaped(second, (count, math.prod(sizes[1]))))
+    product = matmul(
+        shaped(first, (math.prod(sizes[0]), count)),
+        shaped(second, (count, math.prod(sizes[1]))),
+    )
     return shaped(product, (*sizes[0], *sizes[1]))
 
 
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     outputs, one, two = weight.shape
     batch = tuple(input1.shape[:-1])
-    pairs = shaped(mint.unsqueeze(input1, -1) * mint.unsqueeze(input2, -2), (*batch, one * two))
+    pairs = shaped(
+        mint.unsqueeze(input1, -1) * mint.unsqueeze(input2, -2), (*batch, one * two)
+    )
     found = matmul(pairs, mint.transpose(shaped(weight, (outputs, one * two)), 0, 1))
     return found if bias is None else found + bias
 
 
 def _multi_dot(*input: Any) -> Any:
-    matrices = input[0] if len(input) == 1 and isinstance(input[0], (list, tuple)) else input
+    matrices = (
+        input[0] if len(input) == 1 and isinstance(input[0], (list, tuple)) else input
+    )
     return functools.reduce(matmul, matrices)
 
 
 def _cross(input: Any, other: Any, dim: int | None = None) -> Any:
     """Operands of one shape: mint's reads beside those that are stretched."""
     shape = np.broadcast_shapes(tuple(input.shape), tuple(other.shape))
-    input, other = (x if tuple(x.shape) == shape else mint.broadcast_to(x, shape) for x in (input, other))
+    input, other = (
+        x if tuple(x.shape) == shape else mint.broadcast_to(x, shape)
+        for x in (input, other)
+    )
     (dim,) = dims_of(input, shape.index(3) if dim is None else dim)
     ahead, behind = [1, 2, 0], [2, 0, 1]
-    return rows(input, ahead, dim) * rows(other, behind, dim) - rows(input, behind, dim) * rows(other, ahead, dim)
+    return rows(input, ahead, dim) * rows(other, behind, dim) - rows(
+        input, behind, dim
+    ) * rows(other, ahead, dim)
 
 
 # --- of one matrix
@@ -102,13 +135,17 @@ def _cholesky_solve(input: Any, input2: Any, upper: bool = False) -> Any:
 
 def _cholesky_inverse(input: Any, upper: bool = False) -> Any:
     """The inverse of the matrix of which this is the factor; the gradient is that of a factor without zeros."""
-    factor = input + ops.stop_gradient((mint.triu(input) if upper else ops.tril(input)) - input)
+    factor = input + ops.stop_gradient(
+        (mint.triu(input) if upper else ops.tril(input)) - input
+    )
     turned = mint.transpose(factor, -1, -2)
     return _inverse(matmul(turned, factor) if upper else matmul(factor, turned))
 
 
 def _inverse(input: Any) -> Any:
-    return ops.inverse(input) if input.shape[-1] > 1 else mint.reciprocal(input)  # the kernel wants two rows
+    return (
+        ops.inverse(input) if input.shape[-1] > 1 else mint.reciprocal(input)
+    )  # the kernel wants two rows
 
 
 def _logdet(input: Any) -> Any:
@@ -135,8 +172,17 @@ def _vander_of_one(x: Any, N: int | None = None, increasing: bool = False) -> An
     return found if increasing else mint.flip(found, (1,))
 
 
-def _pinv(input: Any, rcond: Any = None, hermitian: bool = False, *, atol: Any = None, rtol: Any = None) -> Any:
-    return ops.pinv(input, atol=atol, rtol=rcond if rtol is None else rtol, hermitian=hermitian)
+def _pinv(
+    input: Any,
+    rcond: Any = None,
+    hermitian: bool = False,
+    *,
+    atol: Any = None,
+    rtol: Any = None,
+) -> Any:
+    return ops.pinv(
+        input, atol=atol, rtol=rcond if rtol is None else rtol, hermitian=hermitian
+    )
 
 
 def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
@@ -147,7 +193,12 @@ def _svd(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
     return ops.zeros_like(left), values, ops.zeros_like(right)
 
 
-def _linalg_svd(A: Any, full_matrices: bool = True, *, driver: str | None = None) -> Any:  # noqa: N803
+def _linalg_svd(
+    A: Any,  # noqa: N803
+    full_matrices: bool = True,
+    *,
+    driver: str | None = None,
+) -> Any:
     refuse("linalg_svd", driver=driver)
     values, left, right = ops.svd(A, full_matrices)
     turned = mint.transpose(right, -1, -2)
@@ -159,14 +210,21 @@ def _linalg_svd(A: Any, full_matrices: bool = True, *, driver: str | None = None
 
 def _einsum(equation: str, *operands: Any) -> Any:
     """Two operands at a time, each pair by one product of matrices."""
-    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    tensors = (
+        operands[0]
+        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
+        else operands
+    )
     inputs, output = _labels(equation, [len(x.shape) for x in tensors])
     terms = [_diagonals(x, label) for x, label in zip(tensors, inputs, strict=True)]
     sizes: dict[str, int] = {}
     for x, label in terms:
         for name, size in zip(label, x.shape, strict=True):
             sizes[name] = sizes.get(name, size) if size == 1 else size
-    terms = [(mint.broadcast_to(x, tuple(sizes[name] for name in label)), label) for x, label in terms]
+    terms = [
+        (mint.broadcast_to(x, tuple(sizes[name] for name in label)), label)
+        for x, label in terms
+    ]
     found, label = terms[0]
     for i, (other, its) in enumerate(terms[1:], 2):
         needed = {*output, *(name for _, more in terms[i:] for name in more)}
@@ -174,7 +232,11 @@ def _einsum(equation: str, *operands: Any) -> Any:
     dropped = tuple(d for d, name in enumerate(label) if name not in output)
     found = mint.sum(found, dropped) if dropped else found
     left = [name for name in label if name in output]
-    return mint.permute(found, tuple(left.index(name) for name in output)) if left else found
+    return (
+        mint.permute(found, tuple(left.index(name) for name in output))
+        if left
+        else found
+    )
 
 
 def _labels(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
@@ -184,9 +246,16 @@ def _labels(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[
 
     def named(text: str, dots: int) -> list[str]:
         before, ellipsis, after = text.partition("...")
-        return [*before, *(str(n) for n in range(dots if ellipsis else 0, 0, -1)), *after]
+        return [
+            *before,
+            *(str(n) for n in range(dots if ellipsis else 0, 0, -1)),
+            *after,
+        ]
 
-    spread = [ndim - len(text.replace("...", "")) for text, ndim in zip(texts, ndims, strict=True)]
+    spread = [
+        ndim - len(text.replace("...", ""))
+        for text, ndim in zip(texts, ndims, strict=True)
+    ]
     inputs = [named(text, dots) for text, dots in zip(texts, spread, strict=True)]
     if arrow:
         return inputs, named(right, max(spread))
@@ -201,12 +270,19 @@ def _diagonals(x: Any, label: list[str]) -> tuple[Any, list[str]]:
         first = label.index(name)
         second = label.index(name, first + 1)
         x = ops.diagonal(x, 0, first, second)  # which puts it last
-        label = [one for d, one in enumerate(label) if d not in (first, second)] + [name]
+        label = [one for d, one in enumerate(label) if d not in (first, second)] + [
+            name
+        ]
     return x, label
 
 
 def _contracted(
-    x: Any, its: list[str], y: Any, others: list[str], needed: set[str], sizes: dict[str, int]
+    x: Any,
+    its: list[str],
+    y: Any,
+    others: list[str],
+    needed: set[str],
+    sizes: dict[str, int],
 ) -> tuple[Any, list[str]]:
     """The product of two operands, summed over what both have and nobody needs."""
     batch = [name for name in its if name in others and name in needed]
@@ -216,7 +292,9 @@ def _contracted(
 
     def matrix(tensor: Any, label: list[str], *groups: list[str]) -> Any:
         order = tuple(label.index(name) for group in (batch, *groups) for name in group)
-        shape = [sizes[name] for name in batch] + [math.prod(sizes[n] for n in group) for group in groups]
+        shape = [sizes[name] for name in batch] + [
+            math.prod(sizes[n] for n in group) for group in groups
+        ]
         return shaped(mint.permute(tensor, order) if order else tensor, shape)
 
     found = matmul(matrix(x, its, mine, summed), matrix(y, others, summed, theirs))
@@ -230,7 +308,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bmm": lambda input, mat2: matmul(input, mat2),
     "mv": lambda input, vec: matmul(input, vec),
     "dot": lambda input, tensor: _dot(input, tensor),
-    "vdot": lambda input, other: _dot(input.conj() if input.is_complex() else input, other),
+    "vdot": lambda input, other: _dot(
+        input.conj() if input.is_complex() else input, other
+    ),
     "outer": _outer,
     "ger": _outer,
     "addmm": _addmm,
@@ -262,5 +342,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "linalg_qr": lambda A, mode="reduced": ops.qr(A, mode),  # noqa: N803
     "linalg_vander": _vander,
     "vander": _vander_of_one,
-    "linalg_vecdot": lambda x, y, *, dim=-1: mint.sum((x.conj() if x.is_complex() else x) * y, dim),
+    "linalg_vecdot": lambda x, y, *, dim=-1: mint.sum(
+        (x.conj() if x.is_complex() else x) * y, dim
+    ),
 }

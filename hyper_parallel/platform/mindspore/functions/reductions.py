@@ -12,34 +12,57 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import dims_of, mint, numbers, ops, rows, shaped
+from hyper_parallel.platform.mindspore.functions.shared import (
+    dims_of,
+    mint,
+    numbers,
+    ops,
+    rows,
+    shaped,
+)
 
 
 def _sum_like(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A reduction that may have several dims, or none, which means all of them."""
 
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    def run(
+        input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> Any:
         dims = dims_of(input, dim)
-        return reduce(input, dims, keepdim, dtype=dtype) if dims else reduce(input, dtype=dtype)
+        return (
+            reduce(input, dims, keepdim, dtype=dtype)
+            if dims
+            else reduce(input, dtype=dtype)
+        )
 
     return run
 
 
-def _prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return mint.prod(input, dtype=dtype) if dim is None else mint.prod(input, dim, keepdim, dtype=dtype)
+def _prod(
+    input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return (
+        mint.prod(input, dtype=dtype)
+        if dim is None
+        else mint.prod(input, dim, keepdim, dtype=dtype)
+    )
 
 
 def _extreme(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def run(input: Any, dim: Any = (), keepdim: bool = False) -> Any:
         if input.dtype == mindspore.bool_:
-            return run(input.astype(mindspore.int32), dim, keepdim).astype(mindspore.bool_)
+            return run(input.astype(mindspore.int32), dim, keepdim).astype(
+                mindspore.bool_
+            )
         return reduce(input, dims_of(input, dim), keepdim) if input.shape else input
 
     return run
 
 
 def _aminmax(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
-    return tuple(_extreme(reduce)(input, dim, keepdim) for reduce in (mint.amin, mint.amax))
+    return tuple(
+        _extreme(reduce)(input, dim, keepdim) for reduce in (mint.amin, mint.amax)
+    )
 
 
 def _truth(is_all: bool) -> Callable[..., Any]:
@@ -47,7 +70,11 @@ def _truth(is_all: bool) -> Callable[..., Any]:
         if dim is not None and not isinstance(dim, int) and not len(dim):
             return input != 0 if input.dtype != mindspore.bool_ else input
         wrong = (input == 0) if is_all else (input != 0)
-        counted = mint.sum(wrong.astype(mindspore.int32), dims_of(input, dim), keepdim) if input.shape else wrong
+        counted = (
+            mint.sum(wrong.astype(mindspore.int32), dims_of(input, dim), keepdim)
+            if input.shape
+            else wrong
+        )
         return counted == 0 if is_all else counted != 0
 
     return run
@@ -55,14 +82,20 @@ def _truth(is_all: bool) -> Callable[..., Any]:
 
 def _softmax(input: Any, dim: int, dtype: Any = None) -> Any:
     input = input if dtype is None else input.astype(dtype)
-    return ops.softmax(input, axis=dim) if input.shape else shaped(ops.softmax(shaped(input, (1,)), axis=0), ())
+    return (
+        ops.softmax(input, axis=dim)
+        if input.shape
+        else shaped(ops.softmax(shaped(input, (1,)), axis=0), ())
+    )
 
 
 def _log_softmax(input: Any, dim: int, dtype: Any = None) -> Any:
     input = input if dtype is None else input.astype(dtype)
     if input.dtype != mindspore.float64:
         return ops.log_softmax(input, axis=dim)
-    off = input - ops.stop_gradient(mint.amax(input, dim, keepdim=True))  # its kernel rounds to float32
+    off = input - ops.stop_gradient(
+        mint.amax(input, dim, keepdim=True)
+    )  # its kernel rounds to float32
     return off - mint.log(mint.sum(mint.exp(off), dim, keepdim=True))
 
 
@@ -70,12 +103,16 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     return ops.logsumexp(input, dims_of(input, dim), keepdim)
 
 
-def _nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _nanmean(
+    input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     there = mint.logical_not(mint.isnan(input))
     input = input if dtype is None else input.astype(dtype)
     dims = dims_of(input, dim)
     values = mint.where(there, input, ops.zeros((), input.dtype))
-    return mint.sum(values, dims, keepdim) / mint.sum(there.astype(input.dtype), dims, keepdim)
+    return mint.sum(values, dims, keepdim) / mint.sum(
+        there.astype(input.dtype), dims, keepdim
+    )
 
 
 def _count_nonzero(input: Any, dim: Any = None) -> Any:
@@ -90,13 +127,20 @@ def _spread(input: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, 
     count = math.prod(input.shape[d] for d in dims)
     mean = mint.mean(input, dims, keepdim=True)
     off = input - mean
-    variance = mint.sum(off * off, dims, keepdim) / numbers(input, max(count - correction, 0))
+    variance = mint.sum(off * off, dims, keepdim) / numbers(
+        input, max(count - correction, 0)
+    )
     return variance, mean if keepdim else mint.sum(mean, dims)
 
 
 def _variance(*, root: bool = False, with_mean: bool = False) -> Callable[..., Any]:
     def run(
-        input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: float | None = None
+        input: Any,
+        dim: Any = None,
+        unbiased: Any = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
     ) -> Any:
         if isinstance(dim, bool):  # the one argument may be this
             dim, unbiased = None, dim
@@ -112,7 +156,14 @@ def _variance(*, root: bool = False, with_mean: bool = False) -> Callable[..., A
 # --- norms
 
 
-def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _vector_norm(
+    input: Any,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
     input = input if dtype is None else input.astype(dtype)
     dims, size = dims_of(input, dim), mint.abs(input)
     if not input.shape:
@@ -125,7 +176,10 @@ def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = Fals
         return mint.sum(size, dims, keepdim)
     if ord == 2:
         return _root(mint.sum(input * input, dims, keepdim))
-    return mint.pow(mint.sum(mint.pow(size, numbers(input, ord)), dims, keepdim), numbers(input, 1 / ord))
+    return mint.pow(
+        mint.sum(mint.pow(size, numbers(input, ord)), dims, keepdim),
+        numbers(input, 1 / ord),
+    )
 
 
 def _root(squares: Any) -> Any:
@@ -135,7 +189,14 @@ def _root(squares: Any) -> Any:
     return mint.where(zero, ops.zeros((), squares.dtype), mint.sqrt(safe))
 
 
-def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _matrix_norm(
+    input: Any,
+    ord: Any = "fro",
+    dim: Any = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
     if ord == "fro":
         return _vector_norm(input, 2, dim, keepdim, dtype=dtype)
     rows, columns = dims_of(input, tuple(dim))
@@ -144,39 +205,76 @@ def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: boo
             f"matrix_norm: expected 'fro', 'nuc', 1, 2 or inf, or one of them negative, as ord, got {ord!r}"
         )
     if ord in ("nuc", 2, -2):
-        return _by_singular_values(input if dtype is None else input.astype(dtype), ord, rows, columns, keepdim)
+        return _by_singular_values(
+            input if dtype is None else input.astype(dtype), ord, rows, columns, keepdim
+        )
     summed, searched = (rows, columns) if abs(ord) == 1 else (columns, rows)
     sums = _vector_norm(input, 1, summed, True, dtype=dtype)
     found = _vector_norm(sums, math.inf if ord > 0 else -math.inf, searched, True)
     return found if keepdim else mint.sum(found, (rows, columns))
 
 
-def _by_singular_values(input: Any, ord: Any, rows: int, columns: int, keepdim: bool) -> Any:
+def _by_singular_values(
+    input: Any, ord: Any, rows: int, columns: int, keepdim: bool
+) -> Any:
     others = [d for d in range(len(input.shape)) if d not in (rows, columns)]
     values = ops.svd(mint.permute(input, (*others, rows, columns)), compute_uv=False)
-    found = mint.sum(values, -1) if ord == "nuc" else _extreme(mint.amax if ord == 2 else mint.amin)(values, -1)
-    return shaped(found, [1 if d in (rows, columns) else n for d, n in enumerate(input.shape)]) if keepdim else found
+    found = (
+        mint.sum(values, -1)
+        if ord == "nuc"
+        else _extreme(mint.amax if ord == 2 else mint.amin)(values, -1)
+    )
+    return (
+        shaped(
+            found, [1 if d in (rows, columns) else n for d, n in enumerate(input.shape)]
+        )
+        if keepdim
+        else found
+    )
 
 
 def _cond(input: Any, p: Any = None) -> Any:
     if p in (None, 2, -2):
         values = ops.svd(input, compute_uv=False)
-        large, small = (_extreme(reduce)(values, -1) for reduce in (mint.amax, mint.amin))
+        large, small = (
+            _extreme(reduce)(values, -1) for reduce in (mint.amax, mint.amin)
+        )
         return small / large if p == -2 else large / small
     return _matrix_norm(input, p) * _matrix_norm(ops.inverse(input), p)
 
 
-def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+def _norm(
+    input: Any,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: Any = None,
+) -> Any:
     if p == "nuc":
-        return _matrix_norm(input, p, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
-    return _vector_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
+        return _matrix_norm(
+            input, p, (-2, -1) if dim is None else dim, keepdim, dtype=dtype
+        )
+    return _vector_norm(
+        input, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype
+    )
 
 
-def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    is_matrix = not isinstance(dim, int) and len(input.shape if dim is None else dim) == 2
+def _linalg_norm(
+    input: Any,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
+    is_matrix = (
+        not isinstance(dim, int) and len(input.shape if dim is None else dim) == 2
+    )
     if ord is None or not is_matrix:
         return _vector_norm(input, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
-    return _matrix_norm(input, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+    return _matrix_norm(
+        input, ord, (0, 1) if dim is None else dim, keepdim, dtype=dtype
+    )
 
 
 def _dist(input: Any, other: Any, p: float = 2) -> Any:
@@ -196,11 +294,15 @@ def _argument(find: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
+def _sort(
+    input: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> Any:
     if not input.shape:
         return input, ops.zeros((), mindspore.int32)
     if not stable and input.dtype == mindspore.float64:
-        return ops.topk(input, input.shape[dim], dim, descending)  # the kernel of sort rounds to float32
+        return ops.topk(
+            input, input.shape[dim], dim, descending
+        )  # the kernel of sort rounds to float32
     if not stable:
         return ops.sort(input, dim, descending)
     order = _stable_order(ops.stop_gradient(input), dim % len(input.shape), descending)
@@ -210,17 +312,30 @@ def _sort(input: Any, dim: int = -1, descending: bool = False, *, stable: bool |
 def _stable_order(input: Any, dim: int, descending: bool) -> Any:
     """Where what is sorted comes from: MindSpore does not say which of equals is first, so that no two may be equal."""
     size, none = input.shape[dim], None
-    if input.is_floating_point():  # what is no number lies beyond all numbers, and its kernel does not know
+    if (
+        input.is_floating_point()
+    ):  # what is no number lies beyond all numbers, and its kernel does not know
         none = mint.isnan(input)
         input = mint.where(none, numbers(input, math.inf), input)
     values, order = _sort(input, dim, descending)
-    differs = mint.narrow(values, dim, 0, size - 1) != mint.narrow(values, dim, 1, size - 1)
-    first = ops.zeros(tuple(1 if d == dim else n for d, n in enumerate(input.shape)), mindspore.int64)
+    differs = mint.narrow(values, dim, 0, size - 1) != mint.narrow(
+        values, dim, 1, size - 1
+    )
+    first = ops.zeros(
+        tuple(1 if d == dim else n for d, n in enumerate(input.shape)), mindspore.int64
+    )
     level = mint.cat((first, ops.cumsum(differs.astype(mindspore.int64), dim)), dim)
-    levels = ops.tensor_scatter_elements(ops.zeros_like(level), order.astype(mindspore.int64), level, dim)
+    levels = ops.tensor_scatter_elements(
+        ops.zeros_like(level), order.astype(mindspore.int64), level, dim
+    )
     if none is not None:
-        levels = levels * 2 + (mint.logical_not(none) if descending else none).astype(mindspore.int64)
-    places = shaped(Tensor(np.arange(size)), [-1 if d == dim else 1 for d in range(len(input.shape))])
+        levels = levels * 2 + (mint.logical_not(none) if descending else none).astype(
+            mindspore.int64
+        )
+    places = shaped(
+        Tensor(np.arange(size)),
+        [-1 if d == dim else 1 for d in range(len(input.shape))],
+    )
     return ops.sort(levels * size + places, dim)[1].astype(mindspore.int64)
 
 
@@ -228,27 +343,48 @@ def _kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     if not input.shape:
         return input, ops.zeros((), mindspore.int64)
     values, order = _sort(input, dim)
-    found = [mint.narrow(one, dim, k - 1, 1) for one in (values, order.astype(mindspore.int64))]
+    found = [
+        mint.narrow(one, dim, k - 1, 1)
+        for one in (values, order.astype(mindspore.int64))
+    ]
     return tuple(found if keepdim else (mint.squeeze(one, dim) for one in found))
 
 
-def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _topk(
+    input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
     if not input.shape:
         return input, ops.zeros((), mindspore.int32)
     if k == 0:
-        none = tuple(slice(0, 0 if d == dim % len(input.shape) else None) for d in range(len(input.shape)))
+        none = tuple(
+            slice(0, 0 if d == dim % len(input.shape) else None)
+            for d in range(len(input.shape))
+        )
         return input[none], ops.zeros(tuple(input[none].shape), mindspore.int32)
     return ops.topk(input, k, dim, largest, sorted)
 
 
-_BETWEEN: dict[str, Callable[[float], float]] = {"lower": np.floor, "higher": np.ceil, "nearest": np.round}
+_BETWEEN: dict[str, Callable[[float], float]] = {
+    "lower": np.floor,
+    "higher": np.ceil,
+    "nearest": np.round,
+}
 
 
-def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+def _quantile(
+    input: Any,
+    q: Any,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Any:
     """Between those of the sorted elements that are next to it."""
     if interpolation not in ("linear", "midpoint", *_BETWEEN):
         known = ", ".join(("linear", "midpoint", *_BETWEEN))
-        raise ValueError(f"quantile: expected one of {known} as interpolation, got {interpolation!r}")
+        raise ValueError(
+            f"quantile: expected one of {known} as interpolation, got {interpolation!r}"
+        )
     dims = dims_of(input, dim)
     kept = [1 if d in dims else n for d, n in enumerate(input.shape)]
     last = shaped(input, (-1,)) if dim is None else mint.transpose(input, dim, -1)
@@ -257,13 +393,17 @@ def _quantile(input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, int
     share = np.asarray(q.asnumpy() if isinstance(q, Tensor) else q, np.float64)
     found = []
     for place in map(_BETWEEN.get(interpolation, float), share.reshape(-1) * largest):
-        below, above = (rows(values, [round_(place)], -1) for round_ in (np.floor, np.ceil))
+        below, above = (
+            rows(values, [round_(place)], -1) for round_ in (np.floor, np.ceil)
+        )
         ahead = 0.5 if interpolation == "midpoint" and place % 1 else place % 1
         one = below + (above - below) * numbers(input, ahead) if ahead else below
         one = mint.where(lacking, numbers(input, math.nan), one)
         found.append(one if dim is None else mint.transpose(one, dim, -1))
     shape = kept if keepdim else [n for d, n in enumerate(input.shape) if d not in dims]
-    return shaped(ops.stack([shaped(one, shape) for one in found], 0), (*share.shape, *shape))
+    return shaped(
+        ops.stack([shaped(one, shape) for one in found], 0), (*share.shape, *shape)
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -294,7 +434,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "linalg_norm": _linalg_norm,
     "cumsum": lambda input, dim, *, dtype=None: ops.cumsum(input, dim, dtype),
     "sort": _sort,
-    "argsort": lambda input, dim=-1, descending=False, *, stable=False: _sort(input, dim, descending, stable=stable)[1],
+    "argsort": lambda input, dim=-1, descending=False, *, stable=False: _sort(
+        input, dim, descending, stable=stable
+    )[1],
     "msort": lambda input: _sort(input, 0)[0],
     "topk": _topk,
     "kthvalue": _kthvalue,

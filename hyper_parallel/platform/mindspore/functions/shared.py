@@ -57,14 +57,22 @@ def dims_of(input: Any, dim: Any) -> tuple[int, ...]:
 
 def rows(input: Any, index: Any, dim: int) -> Any:
     """The rows of a dim at places that are known to be in it: an array of any shape, or a tensor of one dim."""
-    index = Tensor(np.asarray(index, np.int32)) if not isinstance(index, Tensor) else index.astype(mindspore.int32)
+    index = (
+        Tensor(np.asarray(index, np.int32))
+        if not isinstance(index, Tensor)
+        else index.astype(mindspore.int32)
+    )
     return ops.gather(input, index, dim % len(input.shape))
 
 
 def along(input: Any, dim: int, matrix: Array) -> Any:
     """A linear map along one dim: ``matrix`` has a row for every element of the result."""
     last = mint.transpose(input, dim, -1)
-    return mint.transpose(matmul(last, Tensor(np.ascontiguousarray(matrix.T)).astype(input.dtype)), dim, -1)
+    return mint.transpose(
+        matmul(last, Tensor(np.ascontiguousarray(matrix.T)).astype(input.dtype)),
+        dim,
+        -1,
+    )
 
 
 def matmul(input: Any, other: Any) -> Any:
@@ -81,7 +89,9 @@ def matmul(input: Any, other: Any) -> Any:
         return mint.squeeze(matmul(input, mint.unsqueeze(other, -1)), -1)
     (high, among), wide = input.shape[-2:], other.shape[-1]
     if len(other.shape) == 2:
-        rows_of_all = mint.matmul(shaped(input, (math.prod(input.shape[:-1]), among)), other)
+        rows_of_all = mint.matmul(
+            shaped(input, (math.prod(input.shape[:-1]), among)), other
+        )
         return shaped(rows_of_all, (*input.shape[:-1], wide))
     batch = np.broadcast_shapes(tuple(input.shape[:-2]), tuple(other.shape[:-2]))
     count = () if math.prod(batch) == 1 else (math.prod(batch),)
@@ -92,7 +102,11 @@ def matmul(input: Any, other: Any) -> Any:
 
 def _in_batch(matrices: Any, batch: tuple[int, ...]) -> Any:
     shape = (*batch, *matrices.shape[-2:])
-    return matrices if tuple(matrices.shape) == shape else mint.broadcast_to(matrices, shape)
+    return (
+        matrices
+        if tuple(matrices.shape) == shape
+        else mint.broadcast_to(matrices, shape)
+    )
 
 
 def numbers(like: Any, values: Any) -> Any:
@@ -108,9 +122,13 @@ def as_many(value: Any, count: int) -> tuple[int, ...]:
 
 def refuse(name: str, **given: Any) -> None:
     """Raises where an argument is given that MindSpore has nothing for."""
-    wrong = [f"{key}={value!r}" for key, value in given.items() if value not in (None, False)]
+    wrong = [
+        f"{key}={value!r}" for key, value in given.items() if value not in (None, False)
+    ]
     if wrong:
-        raise NotImplementedError(f"{name}: MindSpore has nothing for {', '.join(wrong)} on this device; leave it out")
+        raise NotImplementedError(
+            f"{name}: MindSpore has nothing for {', '.join(wrong)} on this device; leave it out"
+        )
 
 
 def shaped(input: Any, shape: Sequence[int]) -> Any:

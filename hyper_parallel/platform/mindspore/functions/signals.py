@@ -15,7 +15,12 @@ from hyper_parallel.platform.mindspore.functions.moves import pad, unfold
 from hyper_parallel.platform.mindspore.functions.shared import mint, ops, refuse
 
 # The scale of a transform is that of its inverse with the other name.
-_OF_INVERSE = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
+_OF_INVERSE = {
+    None: "forward",
+    "backward": "forward",
+    "forward": "backward",
+    "ortho": "ortho",
+}
 
 
 def _of_one(name: str) -> Callable[..., Any]:
@@ -28,7 +33,9 @@ def _of_many(name: str, dims: Any) -> Callable[..., Any]:
     return lambda input, s=None, dim=dims, norm=None: transform(input, s, dim, norm)
 
 
-def _inverted(transform: Callable[..., Any], dims: Any, *, to_real: bool) -> Callable[..., Any]:
+def _inverted(
+    transform: Callable[..., Any], dims: Any, *, to_real: bool
+) -> Callable[..., Any]:
     """``to_real``: of a spectrum that stands for its other half too; else of a real signal."""
 
     def run(input: Any, size: Any, dim: Any, norm: str | None) -> Any:
@@ -57,21 +64,30 @@ def _stft(
     """The transforms of windows; ops.stft has no gradient."""
     refuse("stft", align_to_window=align_to_window)
     width = n_fft if win_length is None else win_length
-    shape, hop = window if window is not None else ops.ones((width,), input.dtype), hop_length or n_fft // 4
+    shape, hop = (
+        window if window is not None else ops.ones((width,), input.dtype),
+        hop_length or n_fft // 4,
+    )
     shape = pad(shape, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
     signal = pad(input, (n_fft // 2, n_fft // 2), pad_mode) if center else input
     frames = unfold(signal, -1, n_fft, hop) * shape
     is_half = onesided is not False and not input.is_complex()
-    found = FUNCTIONS["fft_rfft" if is_half else "fft_fft"](frames, norm="ortho" if normalized else None)
+    found = FUNCTIONS["fft_rfft" if is_half else "fft_fft"](
+        frames, norm="ortho" if normalized else None
+    )
     found = mint.transpose(found, -1, -2)
-    return found if return_complex else ops.stack((mint.real(found), mint.imag(found)), -1)
+    return (
+        found if return_complex else ops.stack((mint.real(found), mint.imag(found)), -1)
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"stft": _stft}
 for _suffix, _dims in (("", -1), ("2", (-2, -1)), ("n", None)):
     for _kind in ("fft", "ifft", "rfft", "irfft"):
         _name = f"{_kind}{_suffix}"
-        FUNCTIONS[f"fft_{_name}"] = _of_one(_name) if _suffix == "" else _of_many(_name, _dims)
+        FUNCTIONS[f"fft_{_name}"] = (
+            _of_one(_name) if _suffix == "" else _of_many(_name, _dims)
+        )
     for _kind, _real in (("hfft", "irfft"), ("ihfft", "rfft")):
         FUNCTIONS[f"fft_{_kind}{_suffix}"] = _inverted(
             FUNCTIONS[f"fft_{_real}{_suffix}"], _dims, to_real=_kind == "hfft"

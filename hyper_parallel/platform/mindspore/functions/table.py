@@ -31,4 +31,6 @@ ON_NPU = frozenset(
     conv3d conv_transpose2d dot einsum group_norm layer_norm mm mv outer softmax
     """.split()  # noqa: SIM905 - a list of so many would take a page
 )
-FUNCTIONS: dict[str, Callable[..., Any]] = {name: one for family in _FAMILIES for name, one in family.FUNCTIONS.items()}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: one for family in _FAMILIES for name, one in family.FUNCTIONS.items()
+}
