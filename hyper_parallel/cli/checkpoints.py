@@ -126,8 +126,8 @@ def _reader(path: Path, *, follow_links: bool) -> tuple[Any, Kind]:
     )
 
     if not path.exists():
-        raise CheckpointError(
-            coded("HP501", "there is no such file or folder"), file=path
+        raise coded(
+            CheckpointError, "HP501", "there is no such file or folder", file=path
         )
     reader = reader_for(path, follow_links=follow_links, allow_pickle=None)
     if not isinstance(reader, HuggingFaceReader):
@@ -314,18 +314,20 @@ def convert(
     wanted = to if to is not None else _suggested(kind, target)
     facts = described(source, kind.value, reader.load_metadata())
     if dtype is not None and wanted is not Kind.huggingface:
-        raise CheckpointError(coded("HP513", "--dtype is for --to huggingface"))
+        raise coded(CheckpointError, "HP513", "--dtype is for --to huggingface")
     if target.exists() and target.resolve() == source.resolve():
-        raise CheckpointError(
-            coded("HP513", "source and target are the same"), file=target
+        raise coded(
+            CheckpointError, "HP513", "source and target are the same", file=target
         )
     if (
         not force
         and os.path.lexists(target)
         and (not target.is_dir() or any(target.iterdir()))
     ):
-        raise CheckpointError(
-            coded("HP506", "is there already; choose another name, or pass --force"),
+        raise coded(
+            CheckpointError,
+            "HP506",
+            "is there already; choose another name, or pass --force",
             file=target,
         )
     with _progress("converting", facts["bytes"]) as progress:

@@ -15,7 +15,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import hint
 
 WRONG = 1
 BAD_INPUT = 2
@@ -31,7 +31,8 @@ class BadInputError(Exception):
 
     def __init__(self, message: str, code: str | None = "HP720") -> None:
         """``code``: None where the message has one."""
-        super().__init__(message if code is None else coded(code, message))
+        super().__init__(message if code is None else message + hint(code))
+        self.code = code
 
 
 def told(command: Callable[P, None]) -> Callable[P, None]:

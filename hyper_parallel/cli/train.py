@@ -83,7 +83,7 @@ def run(
             typer.echo(f"error: {failure.recipe}", err=True)
         else:
             typer.echo("\n".join(told(failure.failures, all_of_it=debug)), err=True)
-        return failure.code
+        return failure.exit_code
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return FAILED

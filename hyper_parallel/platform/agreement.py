@@ -50,7 +50,7 @@ def check_agreement(calls: Sequence[Call], ranks: Sequence[int], name: str) -> N
         told = "; ".join(
             f"rank {rank} calls {call}" for rank, call in zip(ranks, calls, strict=True)
         )
-        raise ValueError(coded("HP117", f"{name}: the ranks do not agree: {told}"))
+        raise coded(ValueError, "HP117", f"{name}: the ranks do not agree: {told}")
 
 
 def agree(calls: Sequence[Call]) -> bool:

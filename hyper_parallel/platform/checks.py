@@ -21,11 +21,10 @@ HOOK_ROLES = {
 def check_hook(hook_name: Any) -> None:
     """A ValueError if there is no such hook."""
     if hook_name not in HOOK_ROLES:
-        raise ValueError(
-            coded(
-                "HP450",
-                f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP450",
+            f"differentiable_sync_hook: hook_name must be one of {', '.join(HOOK_ROLES)}, got {hook_name!r}",
         )
 
 
@@ -42,11 +41,10 @@ def meet(coordinator: Any, role: str) -> None:
 def check_dim(call: str, name: str, data: Any, dim: Any) -> int:
     """The dim counted from the front; a ValueError if the tensor has no such dim."""
     if not isinstance(dim, int) or not -data.ndim <= dim < data.ndim:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: {name} must be a dim of a tensor of shape {tuple(data.shape)}, got {dim!r}",
         )
     return int(dim % data.ndim)
 
@@ -54,11 +52,10 @@ def check_dim(call: str, name: str, data: Any, dim: Any) -> int:
 def check_count(call: str, name: str, count: Any, group: Any) -> None:
     """A ValueError if the count is not the number of ranks of the group."""
     if count != group.size():
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: {name} must be the group's size, {group.size()}, got {count!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: {name} must be the group's size, {group.size()}, got {count!r}",
         )
 
 
@@ -69,12 +66,11 @@ def check_sizes(
     here, count = data.shape[dim], group.size()
     found = [here] * count if sizes is None else list(sizes)
     if len(found) != count or found[group.rank()] != here:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {here}; got {found} for "
-                f"{count} ranks on group rank {group.rank()}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: sizes must give one size a rank along dim {dim}, this rank's being {here}; got {found} for "
+            f"{count} ranks on group rank {group.rank()}",
         )
     return found
 
@@ -88,18 +84,16 @@ def check_all_to_all(
 ) -> tuple[list[int], list[int]]:
     """(input splits, output splits) of dim 0, equal ones where none are given; a ValueError if they do not fit."""
     if x.ndim == 0:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: expected a tensor with at least one dim, got a scalar",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: expected a tensor with at least one dim, got a scalar",
         )
     if (input_splits is None or output_splits is None) and x.shape[0] % size:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: without splits, dim 0 of {tuple(x.shape)} must be divisible by {size} ranks",
         )
     inputs = _check_splits(call, "input_splits", input_splits, size, x.shape[0])
     rows = None if output_splits is not None else x.shape[0]
@@ -114,18 +108,16 @@ def _check_splits(
         return [total // size] * size
     found = [int(s) for s in splits]
     if len(found) != size or min(found) < 0:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: {name} must be {size} sizes, one a rank, none negative, got {found}",
         )
     if total is not None and sum(found) != total:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: {name} {found} add up to {sum(found)}, but dim 0 has {total}",
         )
     return found
 
@@ -140,11 +132,10 @@ def check_transposed(
         check_dim(call, "split_dim", x, split_dim),
     )
     if concat == split:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: concat_dim and split_dim are both {concat}; they must differ",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: concat_dim and split_dim are both {concat}; they must differ",
         )
     return concat, split
 
@@ -152,11 +143,10 @@ def check_transposed(
 def check_split(call: str, x: Any, split: int, world_size: int) -> None:
     """A ValueError if a dim cannot be cut into equal pieces."""
     if x.shape[split] % world_size:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: split_dim {split} of {tuple(x.shape)} is not divisible by {world_size} ranks",
         )
 
 
@@ -165,9 +155,8 @@ def check_pieces(call: str, x: Any, pieces: Any, split: int, world_size: int) ->
     piece = list(x.shape)
     piece[split] //= world_size
     if list(pieces.shape) != [world_size, *piece]:
-        raise ValueError(
-            coded(
-                "HP123",
-                f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(pieces.shape)}",
-            )
+        raise coded(
+            ValueError,
+            "HP123",
+            f"{call}: out_perm must hold one piece a rank, {[world_size, *piece]}, got {list(pieces.shape)}",
         )

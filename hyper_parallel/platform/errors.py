@@ -82,13 +82,12 @@ def unfinished(
         if error is not None
         else ""
     )
-    return CommunicationError(
-        coded(
-            code,
-            f"rank {rank}: {collective} on {name} did not complete; {_place(number, axis)}{what}. Check that every "
-            "rank of the group makes this call, in the same order; the time allowed is init_process_group(timeout=...)."
-            f" The group cannot be used again.{said}",
-        ),
+    return coded(
+        CommunicationError,
+        code,
+        f"rank {rank}: {collective} on {name} did not complete; {_place(number, axis)}{what}. Check that every "
+        "rank of the group makes this call, in the same order; the time allowed is init_process_group(timeout=...)."
+        f" The group cannot be used again.{said}",
         collective=collective,
         ranks=tuple(ranks),
         missing=missing,
@@ -99,12 +98,11 @@ def unfinished(
 
 def stuck(rank: int, collective: str, seconds: float) -> CommunicationError:
     """The error of a rank that was asked to stop and waits for others in vain."""
-    return CommunicationError(
-        coded(
-            "HP141",
-            f"rank {rank}: it was asked to stop, but has waited in {collective} for {seconds:.0f} s and could not "
-            "save; communication.grace says how long it may",
-        ),
+    return coded(
+        CommunicationError,
+        "HP141",
+        f"rank {rank}: it was asked to stop, but has waited in {collective} for {seconds:.0f} s and could not "
+        "save; communication.grace says how long it may",
         collective=collective,
     )
 

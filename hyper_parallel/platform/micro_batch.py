@@ -33,11 +33,10 @@ class MicroBatch:
         kwargs_batch_dim: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(
-                coded(
-                    "HP130",
-                    f"micro_batch: micro_batch_num must be a positive int, got {count!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP130",
+                f"micro_batch: micro_batch_num must be a positive int, got {count!r}",
             )
         self.platform = platform
         self.count = count
@@ -50,19 +49,17 @@ class MicroBatch:
         kwargs = kwargs or {}
         dims = self.args_batch_dim
         if dims is not None and len(dims) != len(args):
-            raise ValueError(
-                coded(
-                    "HP130",
-                    f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments",
-                )
+            raise coded(
+                ValueError,
+                "HP130",
+                f"micro_batch: args_batch_dim has {len(dims)} entries for {len(args)} positional arguments",
             )
         unknown = sorted(set(self.kwargs_batch_dim) - set(kwargs))
         if unknown:
-            raise ValueError(
-                coded(
-                    "HP130",
-                    f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}",
-                )
+            raise coded(
+                ValueError,
+                "HP130",
+                f"micro_batch: kwargs_batch_dim names {unknown}, but the call has {sorted(kwargs)}",
             )
         split_args = [
             self._split(f"args[{i}]", arg, dims[i] if dims else None)
@@ -87,20 +84,18 @@ class MicroBatch:
         dim = 0 if dim is None else dim
         rank = len(arg.shape)
         if not isinstance(dim, int) or not -rank <= dim < rank:
-            raise ValueError(
-                coded(
-                    "HP130",
-                    f"micro_batch: {name} has shape {tuple(arg.shape)}; its batch dim must be an int from {-rank} to "
-                    f"{rank - 1}, None or 'whole', got {dim!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP130",
+                f"micro_batch: {name} has shape {tuple(arg.shape)}; its batch dim must be an int from {-rank} to "
+                f"{rank - 1}, None or 'whole', got {dim!r}",
             )
         size = arg.shape[dim]
         if size % self.count:
-            raise ValueError(
-                coded(
-                    "HP130",
-                    f"micro_batch: {name} has {size} rows in its batch dim {dim}, which {self.count} does not divide "
-                    "evenly",
-                )
+            raise coded(
+                ValueError,
+                "HP130",
+                f"micro_batch: {name} has {size} rows in its batch dim {dim}, which {self.count} does not divide "
+                "evenly",
             )
         return [self.platform.chunk(arg, dim, self.count, i) for i in range(self.count)]

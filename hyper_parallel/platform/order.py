@@ -38,11 +38,10 @@ def first_compared(
         return ALL
     word, _, count = asked.partition(":")
     if word != "first" or not count.isdecimal():
-        raise ValueError(
-            coded(
-                "HP116",
-                f"{variable} must be 0, 1 or first:N as in first:100, got {asked!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP116",
+            f"{variable} must be 0, 1 or first:N as in first:100, got {asked!r}",
         )
     return int(count)
 
@@ -56,12 +55,11 @@ def parted(
         f"rank {r} {f'issued {issued[r]}' if r in issued else 'has not said'}"
         for r in ranks
     )
-    return CommunicationError(
-        coded(
-            "HP115",
-            f"rank {rank}: the ranks part at collective {number} of {_place(ranks, axis)}: {told}. Every rank of a "
-            f"group must issue the same collectives in the same order: {_remedy(issued)}.",
-        ),
+    return coded(
+        CommunicationError,
+        "HP115",
+        f"rank {rank}: the ranks part at collective {number} of {_place(ranks, axis)}: {told}. Every rank of a "
+        f"group must issue the same collectives in the same order: {_remedy(issued)}.",
         collective=issued.get(rank, "").partition("(")[0],
         ranks=tuple(ranks),
         missing=tuple(r for r in ranks if r not in issued),
@@ -88,12 +86,11 @@ def in_a_circle(
         for r, one in circle
     )
     own = dict(circle).get(rank) or circle[0][1]
-    return CommunicationError(
-        coded(
-            "HP119",
-            f"rank {rank}: the ranks wait for each other: {told}. Each waits for the next and the last for the first: "
-            "all ranks must issue the collectives of different groups in one order.",
-        ),
+    return coded(
+        CommunicationError,
+        "HP119",
+        f"rank {rank}: the ranks wait for each other: {told}. Each waits for the next and the last for the first: "
+        "all ranks must issue the collectives of different groups in one order.",
         collective=own["issued"].partition("(")[0],
         ranks=tuple(own["ranks"]),
         missing=(),

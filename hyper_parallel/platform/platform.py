@@ -253,11 +253,10 @@ class Platform(ABC):
                 if found
                 else "no ranks"
             )
-            raise ValueError(
-                coded(
-                    "HP105",
-                    f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}",
-                )
+            raise coded(
+                ValueError,
+                "HP105",
+                f"{call}: expected different ranks from 0 to {size - 1}, got {found}: {why}",
             )
         return sorted(found)
 
@@ -723,19 +722,18 @@ class Platform(ABC):
 
     def second_gradients(
         self,
-        function: Callable[..., Any],
-        inputs: Sequence[Any],
-        directions: Sequence[Any],
+        function: Callable[..., Any],  # noqa: ARG002
+        inputs: Sequence[Any],  # noqa: ARG002
+        directions: Sequence[Any],  # noqa: ARG002
     ) -> Any:
         """The gradients of the products of a function's gradients with these directions; None where there are none.
 
         ``directions``: a tensor for each input by which the function is differentiated first, None for the others.
         """
-        raise NotImplementedError(
-            coded(
-                "HP142",
-                f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP142",
+            f"second_gradients: not supported on {self.platform_type.value}, which has wrong ones",
         )
 
     @abstractmethod
@@ -1179,11 +1177,10 @@ def get_torch_platform() -> Platform:
     try:
         from hyper_parallel.platform.torch import TorchPlatform
     except ModuleNotFoundError as error:
-        raise ImportError(
-            coded(
-                "HP101",
-                f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'",
-            )
+        raise coded(
+            ImportError,
+            "HP101",
+            f"PyTorch is not installed ({error}); pip install 'hyper_parallel[torch]'",
         ) from error
     return TorchPlatform()
 
@@ -1193,8 +1190,8 @@ def get_mindspore_platform() -> Platform:
     try:
         from hyper_parallel.platform.mindspore import MindSporePlatform
     except ModuleNotFoundError as error:
-        raise ImportError(
-            coded("HP101", f"the MindSpore platform cannot be had here ({error})")
+        raise coded(
+            ImportError, "HP101", f"the MindSpore platform cannot be had here ({error})"
         ) from error
     chosen: Platform = MindSporePlatform()
     return chosen
@@ -1208,11 +1205,10 @@ def _choose() -> Callable[[], Platform]:
     named = os.environ.get(HYPER_PARALLEL_PLATFORM)
     if named is not None:
         if named.lower() not in makers:
-            raise ValueError(
-                coded(
-                    "HP102",
-                    f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP102",
+                f"{HYPER_PARALLEL_PLATFORM} must be 'torch' or 'mindspore', got {named!r}",
             )
         return makers[named.lower()]
     imported = [name for name in makers if name in sys.modules]
@@ -1228,12 +1224,11 @@ def _first_that_imports() -> Platform:
             return make()
         except ImportError as error:
             reasons.append(str(error))
-    raise ImportError(
-        coded(
-            "HP101",
-            "hyper_parallel needs PyTorch or MindSpore: pip install 'hyper_parallel[torch]' or "
-            f"'hyper_parallel[mindspore]' ({'; '.join(reasons)})",
-        )
+    raise coded(
+        ImportError,
+        "HP101",
+        "hyper_parallel needs PyTorch or MindSpore: pip install 'hyper_parallel[torch]' or "
+        f"'hyper_parallel[mindspore]' ({'; '.join(reasons)})",
     )
 
 

@@ -51,12 +51,11 @@ class SharedFile:
                 os.posix_fallocate(self._descriptor, 0, self._length)
         except OSError as error:
             end()
-            raise RuntimeError(
-                coded(
-                    "HP137",
-                    f"symmetric memory: no room for {nbytes} bytes in {directory} ({error.strerror}); enlarge it (for "
-                    "a container: --shm-size) or share less",
-                )
+            raise coded(
+                RuntimeError,
+                "HP137",
+                f"symmetric memory: no room for {nbytes} bytes in {directory} ({error.strerror}); enlarge it (for "
+                "a container: --shm-size) or share less",
             ) from error
 
     def memory(self) -> mmap.mmap:
@@ -99,11 +98,10 @@ def make_offer(
 ) -> tuple[Offer, SharedFile | None]:
     """(what this rank tells the others, its pad); ``what``: the shape and the dtype of its tensor in words."""
     if file is None:
-        problem = ValueError(
-            coded(
-                "HP137",
-                "the tensor is not in memory that can be shared; make it with handler.empty(...)",
-            )
+        problem = coded(
+            ValueError,
+            "HP137",
+            "the tensor is not in memory that can be shared; make it with handler.empty(...)",
         )
         return Offer("", "", 0, "", "", problem), None
     try:
@@ -134,19 +132,17 @@ def check_offers(offers: list[Offer], ranks: list[int]) -> None:
         )
     if len({offer.host for offer in offers}) > 1:
         hosts = _by_value(ranks, [offer.host for offer in offers])
-        raise RuntimeError(
-            coded(
-                "HP137",
-                f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}",
-            )
+        raise coded(
+            RuntimeError,
+            "HP137",
+            f"{call}: on a CPU all ranks must be on one host, but they are on several: {hosts}",
         )
     if len({offer.tensor for offer in offers}) > 1:
         tensors = _by_value(ranks, [offer.tensor for offer in offers])
-        raise ValueError(
-            coded(
-                "HP137",
-                f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}",
-            )
+        raise coded(
+            ValueError,
+            "HP137",
+            f"{call}: all ranks must share tensors of one shape and dtype, but they differ: {tensors}",
         )
 
 
@@ -155,12 +151,11 @@ def check_mapped(failures: list[str | None], ranks: list[int]) -> None:
         rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure
     }
     if failed:
-        raise RuntimeError(
-            coded(
-                "HP137",
-                f"symmetric memory: rendezvous: ranks {list(failed)} of {ranks} cannot map the memory of the others "
-                f"({next(iter(failed.values()))}). The ranks must run as one user and see one {SHARED_DIRECTORY}",
-            )
+        raise coded(
+            RuntimeError,
+            "HP137",
+            f"symmetric memory: rendezvous: ranks {list(failed)} of {ranks} cannot map the memory of the others "
+            f"({next(iter(failed.values()))}). The ranks must run as one user and see one {SHARED_DIRECTORY}",
         )
 
 

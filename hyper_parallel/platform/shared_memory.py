@@ -152,12 +152,11 @@ class SharedHandle:
         self._check("get_buffer", rank, 0, 0)
         end = (storage_offset + math.prod(sizes)) * self._handler.itemsize(dtype)
         if storage_offset < 0 or min(sizes, default=0) < 0 or end > self.buffer_size:
-            raise ValueError(
-                coded(
-                    "HP137",
-                    f"symmetric memory: get_buffer: sizes {tuple(sizes)} of {dtype} from element {storage_offset} on "
-                    f"do not fit into the {self.buffer_size} bytes that each rank shares",
-                )
+            raise coded(
+                ValueError,
+                "HP137",
+                f"symmetric memory: get_buffer: sizes {tuple(sizes)} of {dtype} from element {storage_offset} on "
+                f"do not fit into the {self.buffer_size} bytes that each rank shares",
             )
         return self._handler.tensor_in(
             self._buffers[rank] or self._own.memory(), sizes, dtype, storage_offset
@@ -259,29 +258,26 @@ class SharedHandle:
 
     def _check(self, call: str, rank: int, channel: int, timeout_ms: int) -> None:
         if self.closed:
-            raise RuntimeError(
-                coded(
-                    "HP137",
-                    f"symmetric memory: {call}: this handle is closed; rendezvous() makes a new one",
-                )
+            raise coded(
+                RuntimeError,
+                "HP137",
+                f"symmetric memory: {call}: this handle is closed; rendezvous() makes a new one",
             )
         for name, value, limit in (
             ("rank", rank, self.world_size),
             ("channel", channel, CHANNELS),
         ):
             if not isinstance(value, int) or not 0 <= value < limit:
-                raise ValueError(
-                    coded(
-                        "HP137",
-                        f"symmetric memory: {call}: {name} must be 0 to {limit - 1}, got {value!r}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP137",
+                    f"symmetric memory: {call}: {name} must be 0 to {limit - 1}, got {value!r}",
                 )
         if timeout_ms < 0:
-            raise ValueError(
-                coded(
-                    "HP137",
-                    f"symmetric memory: {call}: timeout_ms must be 0 (the default) or more, got {timeout_ms!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP137",
+                f"symmetric memory: {call}: timeout_ms must be 0 (the default) or more, got {timeout_ms!r}",
             )
 
     def _error(
@@ -294,13 +290,12 @@ class SharedHandle:
         answer: str,
     ) -> CommunicationError:
         absent = [self._ranks[rank] for rank in missing]
-        return CommunicationError(
-            coded(
-                "HP118",
-                f"rank {self._ranks[self.rank]}: symmetric memory: {call} on channel {channel}: of ranks "
-                f"{self._ranks}, rank {', '.join(map(str, absent))} {what} within {_seconds(timeout_ms):g} s. Check "
-                f"that it lives and calls {answer} on this channel; timeout_ms= gives more time",
-            ),
+        return coded(
+            CommunicationError,
+            "HP118",
+            f"rank {self._ranks[self.rank]}: symmetric memory: {call} on channel {channel}: of ranks "
+            f"{self._ranks}, rank {', '.join(map(str, absent))} {what} within {_seconds(timeout_ms):g} s. Check "
+            f"that it lives and calls {answer} on this channel; timeout_ms= gives more time",
             collective=call,
             ranks=tuple(self._ranks),
             missing=tuple(absent),
@@ -324,11 +319,10 @@ def checked_shape(size: Sequence[Any]) -> tuple[int, ...]:
         else tuple(size)
     )
     if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ValueError(
-            coded(
-                "HP137",
-                f"symmetric memory: empty: sizes must be integers from 0 on, got {shape}",
-            )
+        raise coded(
+            ValueError,
+            "HP137",
+            f"symmetric memory: empty: sizes must be integers from 0 on, got {shape}",
         )
     return shape
 

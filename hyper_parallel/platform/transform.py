@@ -76,18 +76,16 @@ class TensorTransform:
         count = len(platform.get_process_group_ranks(group))
         gather_dim, split_dim = gather_dim % len(x.shape), split_dim % len(x.shape)
         if gather_dim == split_dim:
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"all_to_all: gather_dim and split_dim are both {gather_dim}; they must differ",
             )
         if gather_sizes is not None and len(gather_sizes) != count:
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks",
             )
         sends = [platform.chunk(x, split_dim, count, i) for i in range(count)]
         mine = sends[platform.get_group_local_rank(group)]

@@ -73,12 +73,11 @@ class Job:
         output = model(self._placed(ids))
         logits = getattr(output, "logits", output)
         if self.mesh is not None and not isinstance(logits, DTensor):
-            raise TypeError(
-                coded(
-                    "HP704",
-                    f"the model's output on {self.mesh} is a plain {type(logits).__name__}, of which nobody knows how "
-                    "it lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()",
-                )
+            raise coded(
+                TypeError,
+                "HP704",
+                f"the model's output on {self.mesh} is a plain {type(logits).__name__}, of which nobody knows how "
+                "it lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()",
             )
         if platform.get_element_size(logits) < 4:
             logits = platform.tensor_type_cast(logits, "float32")

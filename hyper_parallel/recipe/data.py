@@ -36,22 +36,20 @@ class Corpus:
     ) -> None:
         """``length``: of a sequence. ``part`` of ``parts``: which rows of each batch are this process's."""
         if batch % parts:
-            raise ValueError(
-                coded(
-                    "HP705",
-                    f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP705",
+                f"a batch of {batch} sequences cannot be shared evenly by {parts} data-parallel ranks",
             )
         count = len(tokens) - int(np.ceil(len(tokens) * held_out))
         self._training, self._held_out = tokens[:count], tokens[count:]
         for name, found in (("training", self._training), ("held-out", self._held_out)):
             if len(found) <= length and (held_out or name == "training"):
-                raise ValueError(
-                    coded(
-                        "HP705",
-                        f"a sequence has {length} tokens, but the {name} part of the text has {len(found)}; take more "
-                        "text, or shorter sequences",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP705",
+                    f"a sequence has {length} tokens, but the {name} part of the text has {len(found)}; take more "
+                    "text, or shorter sequences",
                 )
         self.digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         self._batch, self._length, self._seed = batch, length, seed

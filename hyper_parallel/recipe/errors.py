@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import hint
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Problem:
 class RecipeError(ValueError):
     """A recipe that cannot be trained from."""
 
+    code = "HP701"
+
     def __init__(self, path: str | Path, problems: Sequence[Problem]) -> None:
         self.path, self.problems = Path(path), tuple(problems)
         count = (
@@ -32,14 +34,12 @@ class RecipeError(ValueError):
             if len(self.problems) == 1
             else f"{len(self.problems)} problems"
         )
-        super().__init__(
-            "\n".join(
-                [self._headline(count), *(f"  {problem}" for problem in self.problems)]
-            )
-        )
+        headline = self._headline(count) + hint(self.code)
+        lines = [headline, *(f"  {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
 
     def _headline(self, count: str) -> str:
-        return coded("HP701", f"{self.path}: {count}")
+        return f"{self.path}: {count}"
 
     def __reduce__(self) -> tuple[type[RecipeError], tuple[Path, tuple[Problem, ...]]]:
         return type(self), (self.path, self.problems)
@@ -48,5 +48,7 @@ class RecipeError(ValueError):
 class ResumeError(RecipeError):
     """A checkpoint that a recipe cannot go on from."""
 
+    code = "HP702"
+
     def _headline(self, count: str) -> str:
-        return coded("HP702", f"{self.path}: --resume: {count}")
+        return f"{self.path}: --resume: {count}"

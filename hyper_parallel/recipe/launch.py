@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import hint
 from hyper_parallel.platform.order import FIRST, HYPER_PARALLEL_CHECK_ORDER
 from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED, FINISHED, JOB, STOPPED
 from hyper_parallel.recipe.schema import Recipe
@@ -44,11 +44,12 @@ class Failure:
 
 
 class JobError(Exception):
-    """Ranks that failed, the one that did first in front. ``code`` is that of the command."""
+    """Ranks that failed, the first to fail in front; ``exit_code`` is the command's."""
 
     def __init__(self, failures: Sequence[Failure], recipe: str | None = None) -> None:
         self.failures, self.recipe = tuple(failures), recipe
-        self.code = BAD_RECIPE if recipe is not None else FAILED
+        self.code = "HP701" if recipe is not None else "HP706"
+        self.exit_code = BAD_RECIPE if recipe is not None else FAILED
         super().__init__(recipe if recipe is not None else "\n".join(told(failures)))
 
 
@@ -56,7 +57,7 @@ def told(failures: Sequence[Failure], *, all_of_it: bool = False) -> list[str]:
     """The first failure whole, the others in a line each, or all of them whole."""
     first, *others = failures
     lines = [
-        coded("HP706", f"rank {first.rank} failed:"),
+        f"rank {first.rank} failed:{hint('HP706')}",
         first.traceback.rstrip() or first.headline,
     ]
     for other in others:

@@ -132,12 +132,11 @@ def _steps(
             )
         step += 1
         if not math.isfinite(loss):
-            raise TrainingError(
-                coded(
-                    "HP703",
-                    f"the loss of step {step} is {loss}; a smaller optimizer.lr, a longer schedule.warmup, "
-                    "optimizer.clip or precision: float32 may help",
-                )
+            raise coded(
+                TrainingError,
+                "HP703",
+                f"the loss of step {step} is {loss}; a smaller optimizer.lr, a longer schedule.warmup, "
+                "optimizer.clip or precision: float32 may help",
             )
         facts = {"step": step, "loss": loss, "rate": rate, "norm": norm}
         facts["tokens_per_second"] = tokens / (time.perf_counter() - began)

@@ -15,8 +15,10 @@ def import_file(path: str | Path, name: str) -> ModuleType:
     """The module of that name, which the file has just become; nothing is left of one that raises."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(
-            coded("HP602", f"cannot import {name} from {path}: it is no Python file")
+        raise coded(
+            ImportError,
+            "HP602",
+            f"cannot import {name} from {path}: it is no Python file",
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

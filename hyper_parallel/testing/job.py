@@ -29,11 +29,10 @@ class Target:
         """The target for a function; a ValueError if another process could not find it."""
         name = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function) or "<" in name:
-            raise ValueError(
-                coded(
-                    "HP602",
-                    f"run_ranks: {name} must be a function at module level, so that the ranks can import it",
-                )
+            raise coded(
+                ValueError,
+                "HP602",
+                f"run_ranks: {name} must be a function at module level, so that the ranks can import it",
             )
         return cls(
             function.__module__,

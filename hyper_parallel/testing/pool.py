@@ -101,11 +101,10 @@ def close_ranks() -> None:
 
 def _pool(world_size: int) -> RankPool:
     if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(
-            coded(
-                "HP602",
-                f"run_ranks: world_size must be a positive int, got {world_size!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP602",
+            f"run_ranks: world_size must be a positive int, got {world_size!r}",
         )
     return _pools.setdefault(world_size, RankPool(world_size))
 
@@ -255,11 +254,10 @@ class _Rank:
                 return self.connection.recv()
         except EOFError:
             pass
-        raise RuntimeError(
-            coded(
-                "HP602",
-                f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}",
-            )
+        raise coded(
+            RuntimeError,
+            "HP602",
+            f"rank {self.number} did not start; it wrote:\n{self.log_since(0)}",
         )
 
     def outcome(self) -> Outcome | None:
@@ -404,8 +402,10 @@ def _rank_error(
     output = outputs[first.rank].strip()
     if output and not first.hung:
         lines += [f"--- what rank {first.rank} wrote", output]
-    error = RankError(
-        coded("HP601", "\n".join([*lines, "---"])),
+    error = coded(
+        RankError,
+        "HP601",
+        "\n".join([*lines, "---"]),
         {outcome.rank: outcome.headline for outcome in failed},
     )
     error.__cause__ = first.error

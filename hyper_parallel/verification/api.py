@@ -121,11 +121,10 @@ def _of_plain_model(error: Exception, module: str) -> RuntimeError:
     if line:
         where += f", at {line}"
     kind = type(error).__name__
-    found = RuntimeError(
-        coded(
-            "HP712",
-            f"verify: the plain model, on one process, raised {kind} in {where}: {error}",
-        )
+    found = coded(
+        RuntimeError,
+        "HP712",
+        f"verify: the plain model, on one process, raised {kind} in {where}: {error}",
     )
     found.__cause__ = error
     return found
@@ -150,11 +149,10 @@ def axes_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
         or len(axes) != len(pairs)
         or any(not name or size < 1 for name, size in axes.items())
     ):
-        raise ValueError(
-            coded(
-                "HP710",
-                f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP710",
+            f"verify: expected a mesh like 'dp=2,tp=2', each axis once, got {mesh!r}",
         )
     return axes
 
@@ -166,11 +164,10 @@ def joined(count: int) -> bool:
         platform.init_process_group()
     size = platform.get_world_size()
     if size not in (1, count):
-        raise ValueError(
-            coded(
-                "HP710",
-                f"verify: the mesh has {count} ranks, but the job that runs has {size}",
-            )
+        raise coded(
+            ValueError,
+            "HP710",
+            f"verify: the mesh has {count} ranks, but the job that runs has {size}",
         )
     return size > 1
 
@@ -222,12 +219,11 @@ def _sent(argument: Any) -> Any:
             argument.__qualname__,
         )
     except (OSError, TypeError, ValueError) as error:  # what was typed in is in no file
-        raise ValueError(
-            coded(
-                "HP711",
-                f"verify: {argument.__qualname__} must stand at module level in a file, so that the ranks can import "
-                "it; or call verify() on every rank of a job",
-            )
+        raise coded(
+            ValueError,
+            "HP711",
+            f"verify: {argument.__qualname__} must stand at module level in a file, so that the ranks can import "
+            "it; or call verify() on every rank of a job",
         ) from error
 
 
@@ -303,12 +299,11 @@ def _put(
         return model if made is None else made
     others = [name for name in mesh.mesh_dim_names or () if name != data]
     if len(others) > 1 or (mesh.ndim > 1 and not mesh.mesh_dim_names):
-        raise ValueError(
-            coded(
-                "HP710",
-                f"verify: styles put a model on one axis, and {mesh} has {mesh.ndim}; name the one that cuts the batch "
-                "(data_axis=), or give a function plan(model, mesh)",
-            )
+        raise coded(
+            ValueError,
+            "HP710",
+            f"verify: styles put a model on one axis, and {mesh} has {mesh.ndim}; name the one that cuts the batch "
+            "(data_axis=), or give a function plan(model, mesh)",
         )
     if plan is not None and (others or mesh.mesh_dim_names is None):
         parallelize_module(model, mesh[others[0]] if others else mesh, plan)
@@ -325,12 +320,11 @@ def _part(
         if len(x.shape) <= dim:
             return x
         if x.shape[dim] % ranks:
-            raise ValueError(
-                coded(
-                    "HP711",
-                    f"verify: a batch of {x.shape[dim]} (dim {dim} of a tensor of shape {tuple(x.shape)}) cannot be "
-                    f"shared evenly by the {ranks} ranks of axis {data!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP711",
+                f"verify: a batch of {x.shape[dim]} (dim {dim} of a tensor of shape {tuple(x.shape)}) cannot be "
+                f"shared evenly by the {ranks} ranks of axis {data!r}",
             )
         return platform.chunk(x, dim, ranks, place)
 

@@ -114,7 +114,7 @@ class Report:
         """The report itself; an AssertionError with its text where the two steps part or could not be compared."""
         if not self.ok:
             told = "the steps part" if self.differs else "the plan was not tested"
-            raise AssertionError(coded("HP713", f"verify: {told}\n{self}"))
+            raise coded(AssertionError, "HP713", f"verify: {told}\n{self}")
         return self
 
     def table(self) -> str:

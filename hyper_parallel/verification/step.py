@@ -71,11 +71,10 @@ def _forward(task: Task, step: Step) -> Any:
             if platform.is_tensor(loss)
             else type(loss).__name__
         )
-        raise TypeError(
-            coded(
-                "HP711",
-                f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)",
-            )
+        raise coded(
+            TypeError,
+            "HP711",
+            f"verify: expected a loss of one number, got {told}; give loss=, as loss(model, *batch)",
         )
     step.random = _random_state()
     step.drew = step.random != before

@@ -94,12 +94,11 @@ class TypedIn:
             try:
                 pickle.dumps(value)
             except Exception as error:  # user values may fail to pickle in any way
-                raise ValueError(
-                    coded(
-                        "HP711",
-                        f"{user.__qualname__} refers to {name}, which cannot be sent to the ranks: {error}; make it "
-                        "inside the function",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP711",
+                    f"{user.__qualname__} refers to {name}, which cannot be sent to the ranks: {error}; make it "
+                    "inside the function",
                 ) from error
             self.values[name] = value
 
@@ -120,10 +119,10 @@ def _function_of(thing: Any) -> FunctionType:
         found = inspect.unwrap(candidate) if callable(candidate) else candidate
         if isinstance(found, FunctionType):
             return found
-    raise ValueError(
-        coded(
-            "HP711", f"{thing!r} defines no function by which its source could be found"
-        )
+    raise coded(
+        ValueError,
+        "HP711",
+        f"{thing!r} defines no function by which its source could be found",
     )
 
 
@@ -142,11 +141,10 @@ def _definition_of(thing: Any, function: FunctionType) -> Definition:
         last = node.end_lineno or node.lineno
         if first <= line <= last:
             return Definition(file, first, "".join(lines[first - 1 : last]))
-    raise ValueError(
-        coded(
-            "HP711",
-            f"{thing.__qualname__} must be defined by a statement at the level of its cell",
-        )
+    raise coded(
+        ValueError,
+        "HP711",
+        f"{thing.__qualname__} must be defined by a statement at the level of its cell",
     )
 
 

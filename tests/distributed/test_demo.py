@@ -75,7 +75,7 @@ def test_the_demo_and_the_commands_that_it_prints(tmp_path, monkeypatch, capfd):
     )
     told = err.splitlines()
     assert told[:2] == [
-        "rank 0 failed: [HP706: docs/errors.md#hp706]",
+        "rank 0 failed: [hyper-parallel explain HP706]",
         "it was killed by SIGKILL",
     ], err
     assert [line.split(":")[0] for line in sorted(told[2:5])] == [

@@ -432,7 +432,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path):
     )
     assert code == 1
     lines = err.splitlines()
-    assert lines[0] == "rank 1 failed: [HP706: docs/errors.md#hp706]"
+    assert lines[0] == "rank 1 failed: [hyper-parallel explain HP706]"
     assert lines[1].startswith("Traceback")
     assert "stopping.py" in err
     place = lines.index("RuntimeError: out of luck")

@@ -163,7 +163,7 @@ def test_convert_does_not_write_over_what_is_there(folder, tmp_path):
         result = run(*again)
         assert result.exit_code == 2
         told = f"error: {tmp_path / target}: is there already; choose another name, or pass --force"
-        assert result.stderr == f"{told} [HP506: docs/errors.md#hp506]\n"
+        assert result.stderr == f"{told} [hyper-parallel explain HP506]\n"
         assert run("diff", folder, tmp_path / target).exit_code == 0
         assert run(*again, "--force").exit_code == 0
         assert run("diff", tmp_path / "b", tmp_path / target).exit_code == 0

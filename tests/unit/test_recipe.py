@@ -219,7 +219,7 @@ def test_the_command_tells_problems_without_a_traceback(folder):
     )
     assert result.exit_code == 2
     told = "override 'stepz=3': stepz: there is no such key; did you mean steps?"
-    code = "[HP701: docs/errors.md#hp701]"
+    code = "[hyper-parallel explain HP701]"
     assert (
         result.stderr
         == f"error: {folder / 'recipe.yaml'}: one problem {code}\n  {told}\n"

@@ -10,7 +10,7 @@ import numpy as np
 
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import code_of, coded, without_code
+from hyper_parallel.platform.error_codes import code_of, coded, without_hint
 
 T = TypeVar("T")
 
@@ -133,10 +133,12 @@ def _joined(told: list[Any]) -> CheckpointError:
         return first
     others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
     if isinstance(first, CheckpointError):
-        told_by = f"{without_code(first.message)} [rank {rank}{others}]"
-        return CheckpointError(
-            coded(code_of(first) or "HP517", told_by),
+        told_by = f"{without_hint(first, first.message)} [rank {rank}{others}]"
+        return coded(
+            CheckpointError,
+            code_of(first) or "HP517",
+            told_by,
             file=first.file,
             field=first.field,
         )
-    return CheckpointError(coded("HP517", f"rank {rank} failed: {first}{others}"))
+    return coded(CheckpointError, "HP517", f"rank {rank} failed: {first}{others}")

@@ -76,11 +76,10 @@ def async_save(
     copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
     """
     if when_busy not in ("queue", "refuse"):
-        raise ValueError(
-            coded(
-                "HP513",
-                f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            f"async_save: when_busy must be 'queue' or 'refuse', got {when_busy!r}",
         )
     ranks = Ranks(alone=no_dist)
 

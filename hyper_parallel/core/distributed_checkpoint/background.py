@@ -182,11 +182,10 @@ class _Queue:
         for response in ended:
             response.future.result()
         if running and refuses:
-            raise CheckpointError(
-                coded(
-                    "HP514",
-                    f"{len(running)} earlier saves are still being written; wait for result(), or queue",
-                )
+            raise coded(
+                CheckpointError,
+                "HP514",
+                f"{len(running)} earlier saves are still being written; wait for result(), or queue",
             )
 
     def drain(self) -> None:

@@ -144,10 +144,10 @@ def checkpoint_to_file(
     """Makes one safetensors file with every tensor whole, and all else in its metadata."""
     path = Path(file)
     if not overwrite and os.path.lexists(path):
-        raise CheckpointError(
-            coded(
-                "HP506", "is there already; choose another name, or pass overwrite=True"
-            ),
+        raise coded(
+            CheckpointError,
+            "HP506",
+            "is there already; choose another name, or pass overwrite=True",
             file=path,
         )
     growing = path.with_name(f"{path.name}.tmp")
@@ -241,11 +241,10 @@ class _StreamPlanner(SavePlanner):
 
     def __init__(self, source: Source, prefix: str) -> None:
         if prefix and (not prefix.endswith(".") or "" in prefix[:-1].split(".")):
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"prefix: expected keys that each end with a dot, like 'model.', or '', got {prefix!r}",
             )
         self._source = source
         self._names = {name: prefix + name for name in source.tensors}

@@ -101,7 +101,7 @@ def write_data_file(
             unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
             told = f"cannot be written: {error.strerror or error}"
-            raise CheckpointError(coded("HP503", told), file=path) from error
+            raise coded(CheckpointError, "HP503", told, file=path) from error
         raise
     return entries[-1].start + entries[-1].nbytes
 
@@ -156,8 +156,10 @@ def _write_chunk(
     progress: Progress | None,
 ) -> None:
     if memory.nbytes != chunk.nbytes:
-        raise CheckpointError(
-            coded("HP510", f"{chunk.nbytes} bytes were expected, {memory.nbytes} came"),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"{chunk.nbytes} bytes were expected, {memory.nbytes} came",
             field=chunk.key,
         )
     for at in range(0, chunk.nbytes, STEP):
@@ -200,8 +202,8 @@ def open_data_file(
         return DataFile(fd, path, tag=tag, rank=rank, ours=ours)
     except OSError as error:
         os.close(fd)
-        raise CheckpointError(
-            coded("HP504", f"cannot be read: {error.strerror}"), file=path
+        raise coded(
+            CheckpointError, "HP504", f"cannot be read: {error.strerror}", file=path
         ) from error
     except BaseException:
         os.close(fd)
@@ -215,17 +217,17 @@ def read_small_file(
     fd = _opened(path, follow_links=follow_links)
     try:
         if (size := _regular_size(fd, path)) > most:
-            raise CheckpointError(
-                coded(
-                    "HP503", f"at most {most} bytes were expected, the file has {size}"
-                ),
+            raise coded(
+                CheckpointError,
+                "HP503",
+                f"at most {most} bytes were expected, the file has {size}",
                 file=path,
             )
         with open(fd, "rb", closefd=False) as file:
             return file.read(size)  # not more: it would take as much memory
     except OSError as error:
-        raise CheckpointError(
-            coded("HP504", f"cannot be read: {error.strerror}"), file=path
+        raise coded(
+            CheckpointError, "HP504", f"cannot be read: {error.strerror}", file=path
         ) from error
     finally:
         os.close(fd)
@@ -251,15 +253,15 @@ def _opened(path: str | Path, *, follow_links: bool) -> int:
             if error.errno == errno.ELOOP
             else error.strerror
         )
-        raise CheckpointError(
-            coded("HP504", f"cannot be opened: {told}"), file=path
+        raise coded(
+            CheckpointError, "HP504", f"cannot be opened: {told}", file=path
         ) from error
 
 
 def _regular_size(fd: int, path: str | Path) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(coded("HP504", "a regular file was expected"), file=path)
+        raise coded(CheckpointError, "HP504", "a regular file was expected", file=path)
     return status.st_size
 
 
@@ -289,8 +291,12 @@ class DataFile:
         ):
             if wanted is not None and wanted != found:
                 told = f"{wanted} was expected, {found} came; the file is of another checkpoint or was renamed"
-                raise CheckpointError(
-                    coded("HP503", told), file=path, field=f"__metadata__.{name}"
+                raise coded(
+                    CheckpointError,
+                    "HP503",
+                    told,
+                    file=path,
+                    field=f"__metadata__.{name}",
                 )
 
     def __enter__(self) -> DataFile:
@@ -353,8 +359,10 @@ class DataFile:
             try:
                 got = os.preadv(self._fd, [out[done:].data], at + done)
             except OSError as error:
-                raise CheckpointError(
-                    coded("HP504", f"cannot be read: {error.strerror}"),
+                raise coded(
+                    CheckpointError,
+                    "HP504",
+                    f"cannot be read: {error.strerror}",
                     file=self.path,
                     field=key,
                 ) from error
@@ -364,10 +372,10 @@ class DataFile:
 
     def cut_short(self, key: str) -> CheckpointError:
         """The error of a file that was longer when it was opened."""
-        return CheckpointError(
-            coded(
-                "HP502", "the file ends within this chunk; it was cut short meanwhile"
-            ),
+        return coded(
+            CheckpointError,
+            "HP502",
+            "the file ends within this chunk; it was cut short meanwhile",
             file=self.path,
             field=key,
         )
@@ -377,7 +385,7 @@ class DataFile:
         start, end = block * BLOCK, min((block + 1) * BLOCK, entry.nbytes)
         place = f"bytes {start} to {end} of the chunk, {entry.start + start} to {entry.start + end} of the file"
         told = f"{place}, do not have the checksum that was stored; the file is damaged, use another checkpoint"
-        return CheckpointError(coded("HP502", told), file=self.path, field=entry.key)
+        return coded(CheckpointError, "HP502", told, file=self.path, field=entry.key)
 
     def _sums(
         self, entry: Entry, first: int, end: int
@@ -447,8 +455,10 @@ class _Chunk:
                 self._first,
             )
         except OSError as error:
-            raise CheckpointError(
-                coded("HP504", f"cannot be read: {error.strerror}"),
+            raise coded(
+                CheckpointError,
+                "HP504",
+                f"cannot be read: {error.strerror}",
                 file=file.path,
                 field=entry.key,
             ) from error

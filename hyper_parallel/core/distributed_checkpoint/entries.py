@@ -83,35 +83,35 @@ def entry_of(name: str, tensor: Any, world_size: int) -> Entry:
     """The entry of a tensor; a plain one is whole on every rank."""
     dtype, size = dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype not in ITEM_SIZES:
-        raise CheckpointError(
-            coded(
-                "HP510",
-                f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"tensors of {tensor.dtype} cannot be stored; known are {', '.join(ITEM_SIZES)}",
             field=name,
         )
     local = get_platform().get_param_local_data(tensor)
     if not get_platform().is_dense(local):
-        raise CheckpointError(
-            coded("HP510", "sparse tensors cannot be stored; make it dense"), field=name
+        raise coded(
+            CheckpointError,
+            "HP510",
+            "sparse tensors cannot be stored; make it dense",
+            field=name,
         )
     if get_platform().is_meta(local):
-        raise CheckpointError(
-            coded(
-                "HP510",
-                "the tensor is on the meta device and has no data; initialise it first",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            "the tensor is on the meta device and has no data; initialise it first",
             field=name,
         )
     layout = getattr(tensor, "layout", None)
     grad = get_platform().requires_grad(tensor)
     if isinstance(layout, Layout):
         if layout.is_partial():
-            raise CheckpointError(
-                coded(
-                    "HP510",
-                    f"{layout} has a pending reduction: call reduce_partial() on it first",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP510",
+                f"{layout} has a pending reduction: call reduce_partial() on it first",
                 field=name,
             )
         return Entry(name, dtype, size, cut_of(layout.bind(len(size))), grad)

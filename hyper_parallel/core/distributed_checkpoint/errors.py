@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -20,16 +21,12 @@ class CheckpointError(RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # The text already has file and field; a rank's error travels to the others and to the parent.
-        return (_remade, (type(self), str(self), self.message, self.file, self.field))
+        return (_restore, (type(self), str(self), vars(self)))
 
 
-def _remade(
-    cls: type[CheckpointError],
-    text: str,
-    message: str,
-    file: str | None,
-    field: str | None,
+def _restore(
+    kind: type[CheckpointError], text: str, state: dict[str, Any]
 ) -> CheckpointError:
-    made = cls(text)
-    made.message, made.file, made.field = message, file, field
-    return made
+    error = kind(text)
+    vars(error).update(state)
+    return error

@@ -98,11 +98,10 @@ class FileSystemWriter(StorageWriter):
     def folder(self) -> Path:
         """Where the checkpoint goes."""
         if self._folder is None:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    "FileSystemWriter has no folder: pass one, or a checkpoint_id",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                "FileSystemWriter has no folder: pass one, or a checkpoint_id",
             )
         return self._folder
 
@@ -115,8 +114,10 @@ class FileSystemWriter(StorageWriter):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                coded("HP505", f"the folder cannot be made: {error.strerror}"),
+            raise coded(
+                CheckpointError,
+                "HP505",
+                f"the folder cannot be made: {error.strerror}",
                 file=self.folder,
             ) from error
 
@@ -193,8 +194,10 @@ class FileSystemWriter(StorageWriter):
             data_file.sync_folder(self.folder)
         except OSError as error:
             growing.unlink(missing_ok=True)
-            raise CheckpointError(
-                coded("HP505", f"the metadata cannot be written: {error.strerror}"),
+            raise coded(
+                CheckpointError,
+                "HP505",
+                f"the metadata cannot be written: {error.strerror}",
                 file=target,
             ) from error
         data_file.phase("metadata synced")
@@ -265,11 +268,10 @@ class FileSystemReader(StorageReader):
     def folder(self) -> Path:
         """Where the checkpoint is."""
         if self._folder is None:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    "FileSystemReader has no folder: pass one, or a checkpoint_id",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                "FileSystemReader has no folder: pass one, or a checkpoint_id",
             )
         return self._folder
 
@@ -293,8 +295,10 @@ class FileSystemReader(StorageReader):
                     if torn
                     else "nothing was saved there"
                 )
-                raise CheckpointError(
-                    coded("HP501", f"there is no whole checkpoint here: {why}"),
+                raise coded(
+                    CheckpointError,
+                    "HP501",
+                    f"there is no whole checkpoint here: {why}",
                     file=file,
                 ) from error
             raise
@@ -358,19 +362,20 @@ class FileSystemReader(StorageReader):
         key = self.key(name, chunk)
         found = file.header.entries.get(key)
         if found is None:
-            raise CheckpointError(
-                coded("HP503", "the file does not have this chunk"),
+            raise coded(
+                CheckpointError,
+                "HP503",
+                "the file does not have this chunk",
                 file=file.path,
                 field=key,
             )
         if found.dtype == PARTS.get(dtype):
             dtype, sizes = PARTS[dtype], (*sizes, 2)
         if (found.dtype, found.shape) != (dtype, sizes):
-            raise CheckpointError(
-                coded(
-                    "HP503",
-                    f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP503",
+                f"expected {dtype} of shape {sizes}, the file has {found.dtype} of shape {found.shape}",
                 file=file.path,
                 field=key,
             )

@@ -141,10 +141,10 @@ def to_bytes(metadata: Metadata, *, allow_pickle: bool = False) -> bytes:
     _metadata(Field(root, METADATA_FILE), objects)
     text = _text({key: value for key, value in root.items() if key != "crc32"}).encode()
     if len(text) + _ENDING_SIZE > MOST_BYTES:
-        raise CheckpointError(
-            coded(
-                "HP510", f"would have {len(text)} bytes, expected at most {MOST_BYTES}"
-            ),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"would have {len(text)} bytes, expected at most {MOST_BYTES}",
             file=METADATA_FILE,
         )
     return text + _ENDING % zlib.crc32(text)
@@ -242,22 +242,23 @@ def from_bytes(
 def _opened(data: bytes, file: str | Path) -> Field:
     """The file's object, if its checksum is right and this library knows its version."""
     if len(data) > MOST_BYTES:
-        raise CheckpointError(
-            coded("HP503", f"has {len(data)} bytes, expected at most {MOST_BYTES}"),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"has {len(data)} bytes, expected at most {MOST_BYTES}",
             file=file,
         )
     body, ending = data[:-_ENDING_SIZE], data[-_ENDING_SIZE:]
     if not re.fullmatch(rb',\n"crc32":"[0-9a-f]{8}"}\n', ending):
-        raise CheckpointError(
-            coded(
-                "HP502",
-                "does not end with its checksum: it was cut short, or is no checkpoint",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP502",
+            "does not end with its checksum: it was cut short, or is no checkpoint",
             file=file,
         )
     if ending != _ENDING % (actual := zlib.crc32(body)):
         told = f"the bytes before it give {actual:08x}: the file is damaged, load another checkpoint"
-        raise CheckpointError(coded("HP502", told), file=file, field="crc32")
+        raise coded(CheckpointError, "HP502", told, file=file, field="crc32")
     root = parse(data, file)
     found = root.object()
     if found.get("format") != FORMAT:

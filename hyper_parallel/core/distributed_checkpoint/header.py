@@ -125,11 +125,10 @@ def build_plain_header(
     text = _json({METADATA: dict(metadata)}, entries)
     size = -(-len(text) // 8) * 8
     if size > MOST_HEADER_BYTES:
-        raise CheckpointError(
-            coded(
-                "HP510",
-                f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
-            )
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
         )
     head = size.to_bytes(8, "little") + text.ljust(size)
     return head, [_moved(entry, len(head)) for entry in entries]
@@ -137,19 +136,17 @@ def build_plain_header(
 
 def _check_key(key: str, seen: set[str]) -> None:
     if key.startswith("@") or key == METADATA:
-        raise CheckpointError(
-            coded(
-                "HP510",
-                f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"a tensor cannot be called so: '@...' and {METADATA!r} are taken; rename it",
             field=key,
         )
     if key in seen:
-        raise CheckpointError(
-            coded(
-                "HP510",
-                "two chunks of one file have this key; rename one of the tensors",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            "two chunks of one file have this key; rename one of the tensors",
             field=key,
         )
     seen.add(key)
@@ -211,8 +208,10 @@ def _json(header: dict[str, Any], entries: Sequence[Entry]) -> bytes:
         return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         bad = next(entry.key for entry in entries if not is_text(entry.key))
-        raise CheckpointError(
-            coded("HP510", "a tensor's name is not valid Unicode; rename it"),
+        raise coded(
+            CheckpointError,
+            "HP510",
+            "a tensor's name is not valid Unicode; rename it",
             field=ascii(bad),
         ) from error
 
@@ -221,11 +220,10 @@ def _head(text: bytes) -> bytes:
     """The length and the text, padded so that the data begins at a block, with the checksum in its place."""
     size = -(-(8 + len(text)) // BLOCK) * BLOCK - 8
     if size > MOST_HEADER_BYTES:
-        raise CheckpointError(
-            coded(
-                "HP510",
-                f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
-            )
+        raise coded(
+            CheckpointError,
+            "HP510",
+            f"a header of {size} bytes: at most {MOST_HEADER_BYTES} are allowed; save fewer tensors",
         )
     head = bytearray(size.to_bytes(8, "little") + text.ljust(size))
     head[CRC_PLACE] = b"%08x" % zlib.crc32(head)
@@ -242,8 +240,10 @@ def read_head(fd: int, file: object) -> bytes:
     length = _header_length(start, size, file)
     head = start + _pread(fd, length, 8)
     if len(head) < 8 + length:
-        raise CheckpointError(
-            coded("HP503", f"the file ends at byte {len(head)}, within the header"),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"the file ends at byte {len(head)}, within the header",
             file=str(file),
             field="header",
         )
@@ -266,16 +266,20 @@ def parse_header(
     name = str(file)
     length = _header_length(head, file_size, name)
     if len(head) != 8 + length:
-        raise CheckpointError(
-            coded("HP503", f"{8 + length} bytes expected, {len(head)} came"),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"{8 + length} bytes expected, {len(head)} came",
             file=name,
             field="header",
         )
     if ours:
         _check_crc(head, name)
         if len(head) % BLOCK:
-            raise CheckpointError(
-                coded("HP503", f"the data must begin at a multiple of {BLOCK}"),
+            raise coded(
+                CheckpointError,
+                "HP503",
+                f"the data must begin at a multiple of {BLOCK}",
                 file=name,
                 field="length",
             )
@@ -299,15 +303,17 @@ def parse_header(
 
 def _header_length(head: bytes, file_size: int, file: object) -> int:
     if len(head) < 8:
-        raise CheckpointError(
-            coded("HP503", f"a data file has at least 8 bytes, this has {len(head)}"),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"a data file has at least 8 bytes, this has {len(head)}",
             file=str(file),
             field="length",
         )
     length = int.from_bytes(head[:8], "little")
     if length > MOST_HEADER_BYTES or 8 + length > file_size:
         told = f"a header of {length} bytes in a file of {file_size}; the limit is {MOST_HEADER_BYTES}"
-        raise CheckpointError(coded("HP503", told), file=str(file), field="length")
+        raise coded(CheckpointError, "HP503", told, file=str(file), field="length")
     return length
 
 
@@ -318,13 +324,13 @@ def _check_crc(head: bytes, file: str) -> None:
             "a header that begins with its checksum was expected; "
             "this was not written by hyper_parallel, or is damaged"
         )
-        raise CheckpointError(coded("HP503", message), file=file, field="header")
+        raise coded(CheckpointError, "HP503", message, file=file, field="header")
     actual = zlib.crc32(
         head[CRC_PLACE.stop :], zlib.crc32(NO_CRC, zlib.crc32(head[: CRC_PLACE.start]))
     )
     if int(digits, 16) != actual:
         told = f"its checksum is {actual:08x}, and {digits.decode()} is stored; the file is damaged"
-        raise CheckpointError(coded("HP503", told), file=file, field="header")
+        raise coded(CheckpointError, "HP503", told, file=file, field="header")
 
 
 def _metadata(found: Field) -> dict[str, str]:
@@ -375,7 +381,7 @@ def _entries(
         at, block = end, block + entries[-1].blocks
     if data_start + at != file_size:
         told = f"the header tells of {data_start + at} bytes, the file has {file_size}; it was cut short or added to"
-        raise CheckpointError(coded("HP503", told), file=file)
+        raise coded(CheckpointError, "HP503", told, file=file)
     return entries
 
 
@@ -405,8 +411,10 @@ def _sums(entries: Sequence[Entry], file: str) -> Entry:
     """The last tensor, which must have a sum for each block of the others."""
     for entry in entries[:-1]:
         if entry.key.startswith("@"):
-            raise CheckpointError(
-                coded("HP503", "names do not begin with '@'"),
+            raise coded(
+                CheckpointError,
+                "HP503",
+                "names do not begin with '@'",
                 file=file,
                 field=quoted(entry.key),
             )
@@ -417,5 +425,5 @@ def _sums(entries: Sequence[Entry], file: str) -> Entry:
         (last.first_block,),
     ):
         told = f"expected this as the last tensor, U64, with a number for each {BLOCK} bytes of each of the others"
-        raise CheckpointError(coded("HP503", told), file=file, field=SUMS)
+        raise coded(CheckpointError, "HP503", told, file=file, field=SUMS)
     return last

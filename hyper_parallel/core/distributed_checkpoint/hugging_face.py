@@ -174,11 +174,10 @@ class HuggingFaceReader(FileSystemReader):
         ):  # the one that transformers prefers, too
             return {WHOLE: None}
         if not os.path.lexists(self.folder / INDEX):
-            raise CheckpointError(
-                coded(
-                    "HP501",
-                    f"expected {WHOLE} or {INDEX} in this folder, found neither",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP501",
+                f"expected {WHOLE} or {INDEX} in this folder, found neither",
                 file=self.folder,
             )
         with _links_explained(self._follow_links):
@@ -212,7 +211,7 @@ def _links_explained(follows: bool) -> Iterator[None]:
         if follows or not isinstance(cause, OSError) or cause.errno != errno.ELOOP:
             raise
         told = "a link, which is not followed; HuggingFaceReader(folder, follow_links=True) follows it to anywhere"
-        raise CheckpointError(coded("HP516", told), file=error.file) from cause
+        raise coded(CheckpointError, "HP516", told, file=error.file) from cause
 
 
 def _indexed(root: Field) -> dict[str, set[str] | None]:
@@ -244,8 +243,10 @@ def _check_names(file: DataFile, expected: set[str] | None) -> None:
         if missing
         else "is in the file, but was not expected there"
     )
-    raise CheckpointError(
-        coded("HP516", f"{told}: the index belongs to other files"),
+    raise coded(
+        CheckpointError,
+        "HP516",
+        f"{told}: the index belongs to other files",
         file=file.path,
         field=quoted([*missing, *more][0]),
     )
@@ -256,8 +257,8 @@ def _renamed(rename: Rename, name: str) -> str:
         return name
     made = rename(name) if callable(rename) else rename.get(name, name)
     if type(made) is not str:
-        raise ValueError(
-            coded("HP513", f"rename: expected a str for {name!r}, got {made!r}")
+        raise coded(
+            ValueError, "HP513", f"rename: expected a str for {name!r}, got {made!r}"
         )
     return made
 
@@ -343,8 +344,10 @@ def export_hugging_face(
     """
     ranks, target = Ranks(alone=no_dist), Path(folder)
     if max_shard_bytes < 1:
-        raise ValueError(
-            coded("HP513", f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        raise coded(
+            ValueError,
+            "HP513",
+            f"max_shard_bytes must be positive, got {max_shard_bytes}",
         )
 
     def look() -> tuple[Source, dict[str, list[_Weight]]]:
@@ -386,14 +389,14 @@ def _only_tensors(
     for name, leaf in leaves.items():
         if isinstance(leaf.value, PerRank) or not get_platform().is_tensor(leaf.value):
             told = f"only tensors can be in files of Hugging Face, got {type(leaf.value).__name__}; leave it out"
-            raise CheckpointError(coded("HP516", told), field=name)
+            raise coded(CheckpointError, "HP516", told, field=name)
     return list(leaves)
 
 
 def _check_target(folder: Path, *, overwrite: bool) -> None:
     if not overwrite and (found := _old_weights(folder)):
         told = f"there are weights already: {some(found)}; choose another folder, or pass overwrite=True"
-        raise CheckpointError(coded("HP516", told), file=folder)
+        raise coded(CheckpointError, "HP516", told, file=folder)
 
 
 def _old_weights(folder: Path) -> list[str]:
@@ -409,17 +412,16 @@ def _weights(
 ) -> list[_Weight]:
     """The tensors that are stored, in the order of their names."""
     if dtype is not None and "float" not in dtype:
-        raise ValueError(
-            coded(
-                "HP513", f"dtype: expected one of floating-point numbers, got {dtype}"
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            f"dtype: expected one of floating-point numbers, got {dtype}",
         )
     if prefix and not prefix.endswith("."):
-        raise ValueError(
-            coded(
-                "HP513",
-                f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}",
         )
     groups: dict[str, list[str]] = {}
     for name, entry in source.tensors.items():
@@ -427,11 +429,10 @@ def _weights(
             groups.setdefault(entry.stored_as or name, []).append(name)
     if not groups:
         tops = sorted({name.split(".")[0] for name in source.tensors})
-        raise CheckpointError(
-            coded(
-                "HP516",
-                f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix",
-            )
+        raise coded(
+            CheckpointError,
+            "HP516",
+            f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix",
         )
     places = {name: place for place, name in enumerate(keep)}
     chosen = sorted(
@@ -444,8 +445,11 @@ def _weights(
     ]
     [(key, count)] = Counter(weight.key for weight in made).most_common(1)
     if count > 1:
-        raise CheckpointError(
-            coded("HP516", "two tensors would have this name in the files"), field=key
+        raise coded(
+            CheckpointError,
+            "HP516",
+            "two tensors would have this name in the files",
+            field=key,
         )
     return made
 
@@ -462,8 +466,10 @@ def _weight(source: Source, name: str, key: str, dtype: str | None) -> _Weight:
     own = source.dtype(name)
     kind = dtype if dtype is not None and "float" in own else own
     if kind not in FOREIGN_CODES:
-        raise CheckpointError(
-            coded("HP516", f"files of Hugging Face have no {kind}; leave it out"),
+        raise coded(
+            CheckpointError,
+            "HP516",
+            f"files of Hugging Face have no {kind}; leave it out",
             field=name,
         )
     return _Weight(key, name, kind, tuple(source.tensors[name].size))
@@ -524,10 +530,10 @@ def _publish(folder: Path, shards: Mapping[str, Sequence[_Weight]]) -> None:
             sync_folder(folder)
     except OSError as error:
         _remove(folder, [*shards, INDEX])
-        raise CheckpointError(
-            coded(
-                "HP505", f"the weights cannot be given their names: {error.strerror}"
-            ),
+        raise coded(
+            CheckpointError,
+            "HP505",
+            f"the weights cannot be given their names: {error.strerror}",
             file=folder,
         ) from error
 

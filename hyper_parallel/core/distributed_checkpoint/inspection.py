@@ -77,8 +77,10 @@ def verify_checkpoint(
         told = f"the file is missing; {len(expected[rank])} chunks are in it"
         assert metadata is not None
         problems.append(
-            CheckpointError(
-                coded("HP501", told),
+            coded(
+                CheckpointError,
+                "HP501",
+                told,
                 file=reader.folder / data_file_name(metadata.storage_data.tag, rank),
             )
         )
@@ -113,11 +115,10 @@ def _path_problems(
         if path.suffix not in (".tmp", ".safetensors"):
             return []
         return [
-            CheckpointError(
-                coded(
-                    "HP518",
-                    "the metadata does not know this file; a save that broke off may have left it",
-                ),
+            coded(
+                CheckpointError,
+                "HP518",
+                "the metadata does not know this file; a save that broke off may have left it",
                 file=path,
             )
         ]
@@ -126,11 +127,10 @@ def _path_problems(
         tag != metadata.storage_data.tag or rank >= metadata.storage_data.ranks
     ):
         return [
-            CheckpointError(
-                coded(
-                    "HP518",
-                    "the metadata does not know this file; it is of another save",
-                ),
+            coded(
+                CheckpointError,
+                "HP518",
+                "the metadata does not know this file; it is of another save",
                 file=path,
             )
         ]

@@ -100,20 +100,18 @@ class StandardLoadPlanner(LoadPlanner):
         if report.missing and not self.allow_partial_load:
             near = difflib.get_close_matches(report.missing[0], report.unexpected, 3)
             hint = f"; near names in it are {', '.join(near)}" if near else ""
-            raise CheckpointError(
-                coded(
-                    "HP507",
-                    f"{len(report.missing)} names are not in the checkpoint: {some(report.missing)}{hint}; "
-                    "StandardLoadPlanner(allow_partial_load=True) leaves such as they are",
-                )
+            raise coded(
+                CheckpointError,
+                "HP507",
+                f"{len(report.missing)} names are not in the checkpoint: {some(report.missing)}{hint}; "
+                "StandardLoadPlanner(allow_partial_load=True) leaves such as they are",
             )
         if report.unexpected and strict:
-            raise CheckpointError(
-                coded(
-                    "HP507",
-                    f"{len(report.unexpected)} names of the checkpoint were not asked for: {some(report.unexpected)}; "
-                    "strict=False loads without them",
-                )
+            raise coded(
+                CheckpointError,
+                "HP507",
+                f"{len(report.unexpected)} names of the checkpoint were not asked for: {some(report.unexpected)}; "
+                "strict=False loads without them",
             )
 
     # --- one name
@@ -127,8 +125,10 @@ class StandardLoadPlanner(LoadPlanner):
                 if isinstance(saved, TensorStorageMetadata)
                 else ("an object", "a tensor")
             )
-            raise CheckpointError(
-                coded("HP508", f"the checkpoint has {have}, the state dict {want}"),
+            raise coded(
+                CheckpointError,
+                "HP508",
+                f"the checkpoint has {have}, the state dict {want}",
                 field=name,
             )
         if not isinstance(saved, TensorStorageMetadata):
@@ -182,10 +182,10 @@ class StandardLoadPlanner(LoadPlanner):
         self, name: str, local: Any, found: Filling, saved: TensorStorageMetadata
     ) -> list[ReadItem]:
         if not found.is_whole:
-            raise CheckpointError(
-                coded(
-                    "HP508", "the checkpoint does not have all elements of this tensor"
-                ),
+            raise coded(
+                CheckpointError,
+                "HP508",
+                "the checkpoint does not have all elements of this tensor",
                 field=name,
             )
         self._locals[name], self._parts[name] = local, found.parts
@@ -203,11 +203,10 @@ class StandardLoadPlanner(LoadPlanner):
         saved: TensorStorageMetadata,
     ) -> None:
         if tuple(saved.size) != size:
-            raise CheckpointError(
-                coded(
-                    "HP508",
-                    f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP508",
+                f"the checkpoint has shape {tuple(saved.size)}, the state dict {size}",
                 field=name,
             )
         self._check_dtype(name, entry.dtype, saved)
@@ -217,11 +216,10 @@ class StandardLoadPlanner(LoadPlanner):
         if stored == dtype:
             return
         if "float" not in stored or "float" not in dtype:
-            raise CheckpointError(
-                coded(
-                    "HP508",
-                    f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP508",
+                f"the checkpoint has {stored}, the state dict {dtype}; only floating-point numbers are cast",
                 field=name,
             )
         self._found["cast"].append(name)

@@ -51,11 +51,10 @@ class States:
 
 def reader_of(checkpoint_id: str | os.PathLike[str] | None) -> StorageReader:
     if checkpoint_id is None:
-        raise ValueError(
-            coded(
-                "HP513",
-                "load: expected checkpoint_id (a folder) or storage_reader, got neither",
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            "load: expected checkpoint_id (a folder) or storage_reader, got neither",
         )
     return reader_for(checkpoint_id)
 

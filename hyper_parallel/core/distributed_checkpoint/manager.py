@@ -59,36 +59,32 @@ class CheckpointManager:
         timeout: float | None = 1800.0,
     ) -> None:
         if keep_last is not None and keep_last < 1:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager: keep_last must be at least 1, or None for all, got {keep_last}",
             )
         if keep_best < 0 or (keep_best and metric is None):
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager: keep_best={keep_best} needs a metric, got {metric!r}",
             )
         if mode not in ("min", "max"):
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager: mode must be 'min' or 'max', got {mode!r}",
             )
         self.folder = Path(folder)
         self.keep_last, self.keep_best = keep_last, keep_best
         self.metric, self.mode = metric, mode
         if timeout is not None and not timeout > 0:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager: timeout must be a positive number of seconds, or None to wait for ever, got "
-                    f"{timeout!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager: timeout must be a positive number of seconds, or None to wait for ever, got "
+                f"{timeout!r}",
             )
         self.asynchronous = asynchronous
         self.timeout = timeout
@@ -112,18 +108,16 @@ class CheckpointManager:
         Of the metrics, those of the first rank are kept.
         """
         if _OWN_KEY in state:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager.save: {_OWN_KEY!r} is where the step is kept; rename that of the state",
             )
         if step < 0:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"CheckpointManager.save: step must not be negative, got {step}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"CheckpointManager.save: step must not be negative, got {step}",
             )
         self.clean()
         numbers = _on_first_rank(
@@ -147,11 +141,10 @@ class CheckpointManager:
                 response.result()
             _, late = _on_ranks(lambda: self._remove_surplus(step), is_late=not is_done)
             if late:
-                raise CheckpointError(
-                    coded(
-                        "HP519",
-                        f"not whole after {self.timeout:g} s: ranks {late} are still writing their part",
-                    ),
+                raise coded(
+                    CheckpointError,
+                    "HP519",
+                    f"not whole after {self.timeout:g} s: ranks {late} are still writing their part",
                     file=self._path(step),
                 )
 
@@ -224,8 +217,10 @@ class CheckpointManager:
             else:
                 return self._path(step)
         if steps:
-            raise CheckpointError(
-                coded("HP501", f"none of the checkpoints of steps {steps} can be read"),
+            raise coded(
+                CheckpointError,
+                "HP501",
+                f"none of the checkpoints of steps {steps} can be read",
                 file=self.folder,
             )
         return None
@@ -233,11 +228,10 @@ class CheckpointManager:
     def _existing(self, step: int) -> Path:
         path, steps = self._path(step), self._whole()
         if step not in steps:
-            raise CheckpointError(
-                coded(
-                    "HP501",
-                    f"there is no whole checkpoint of step {step}; there are those of {steps}",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP501",
+                f"there is no whole checkpoint of step {step}; there are those of {steps}",
                 file=path,
             )
         return path

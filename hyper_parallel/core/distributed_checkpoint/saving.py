@@ -71,11 +71,10 @@ def prepare(
     What must be done ``before`` may fail on one rank, as everything here.
     """
     if storage_writer is None and checkpoint_id is None:
-        raise ValueError(
-            coded(
-                "HP513",
-                "save: expected checkpoint_id (a folder) or storage_writer, got neither",
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            "save: expected checkpoint_id (a folder) or storage_writer, got neither",
         )
     writer = storage_writer if storage_writer is not None else FileSystemWriter()
     chosen = planner if planner is not None else StandardSavePlanner()
@@ -122,8 +121,10 @@ def _require_new_folder(writer: StorageWriter, is_coordinator: bool) -> None:
         or (is_coordinator and (folder / METADATA_FILE).exists())
         or any(folder.glob(f"data-*-{get_platform().get_rank():05d}.*"))
     ):
-        raise CheckpointError(
-            coded("HP515", "use_collectives=False needs a new folder for every save"),
+        raise coded(
+            CheckpointError,
+            "HP515",
+            "use_collectives=False needs a new folder for every save",
             file=folder,
         )
 
@@ -132,11 +133,10 @@ def _plan_together(
     writer: StorageWriter, planner: SavePlanner, ranks: Ranks
 ) -> tuple[SavePlan, Metadata]:
     if ranks.is_silent and ranks.world_size > 1:
-        raise CheckpointError(
-            coded(
-                "HP515",
-                "use_collectives=False needs a planner that plans alone, and the same names on all ranks",
-            )
+        raise coded(
+            CheckpointError,
+            "HP515",
+            "use_collectives=False needs a planner that plans alone, and the same names on all ranks",
         )
     local = ranks.together(
         lambda: writer.optimize_local_plan(planner.build_local_plan())

@@ -53,8 +53,8 @@ class Found:
 
     def fail(self, told: str) -> NoReturn:
         """Raises about this tensor."""
-        raise CheckpointError(
-            coded("HP516", told), file=self.path, field=self.entry.key
+        raise coded(
+            CheckpointError, "HP516", told, file=self.path, field=self.entry.key
         )
 
 
@@ -73,19 +73,17 @@ def apply_rename(rename: ReadRename, name: str) -> str | SliceOf:
     target = rename(name) if callable(rename) else rename.get(name, name)
     if isinstance(target, SliceOf):
         if min(target.index, target.part) < 0:
-            raise ValueError(
-                coded(
-                    "HP513",
-                    f"rename: index and part of a SliceOf count from 0, got {target}",
-                )
+            raise coded(
+                ValueError,
+                "HP513",
+                f"rename: index and part of a SliceOf count from 0, got {target}",
             )
         return target
     if type(target) is not str:
-        raise ValueError(
-            coded(
-                "HP513",
-                f"rename: expected a str or a SliceOf for {name!r}, got {target!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP513",
+            f"rename: expected a str or a SliceOf for {name!r}, got {target!r}",
         )
     return target
 

@@ -76,19 +76,17 @@ def flattened(
     for leaf in _leaves(state_dict, (), frozenset(), state):
         name = dotted(leaf.path)
         if name in found:
-            raise CheckpointError(
-                coded(
-                    "HP510",
-                    f"two values have this name: {found[name].path} and {leaf.path}; give one of them another",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP510",
+                f"two values have this name: {found[name].path} and {leaf.path}; give one of them another",
                 field=name,
             )
         if name.startswith("@"):
-            raise CheckpointError(
-                coded(
-                    "HP510",
-                    "names that begin with @ are the format's own; choose another",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP510",
+                "names that begin with @ are the format's own; choose another",
                 field=name,
             )
         found[name] = leaf
@@ -144,8 +142,11 @@ def _leaves(
     holder: Any, path: Path, above: frozenset[int], state: Callable[[Path, Any], Any]
 ) -> Iterator[Leaf]:
     if id(holder) in above:
-        raise CheckpointError(
-            coded("HP510", "the state dict contains itself"), field=dotted(path)
+        raise coded(
+            CheckpointError,
+            "HP510",
+            "the state dict contains itself",
+            field=dotted(path),
         )
     above |= {id(holder)}
     steps = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
@@ -164,11 +165,10 @@ def _step(holder: Any, key: Any, path: Path) -> Any:
         return key
     if type(key) is int:
         return (key,)
-    raise CheckpointError(
-        coded(
-            "HP510",
-            f"keys must be strings or ints, got {type(key).__name__} {key!r}; wrap a dict without tensors in a tuple",
-        ),
+    raise coded(
+        CheckpointError,
+        "HP510",
+        f"keys must be strings or ints, got {type(key).__name__} {key!r}; wrap a dict without tensors in a tuple",
         field=dotted(path) or None,
     )
 
@@ -182,5 +182,5 @@ def _is_entered(value: Any, path: Path) -> bool:
         get_platform().is_tensor(item) for item in value
     ):
         told = f"a tuple cannot be filled in place, got one with tensors: use a list, not {value!r:.80}"
-        raise CheckpointError(coded("HP510", told), field=dotted(path))
+        raise coded(CheckpointError, "HP510", told, field=dotted(path))
     return False

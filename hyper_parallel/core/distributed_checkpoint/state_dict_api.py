@@ -44,11 +44,10 @@ class StateDictOptions:
 
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
-            raise ValueError(
-                coded(
-                    "HP512",
-                    "StateDictOptions: broadcast_from_rank0 needs full_state_dict=True: shards are not sent",
-                )
+            raise coded(
+                ValueError,
+                "HP512",
+                "StateDictOptions: broadcast_from_rank0 needs full_state_dict=True: shards are not sent",
             )
 
 
@@ -157,12 +156,11 @@ def set_model_state_dict(
     )
     if options.strict and (found.missing_keys or found.unexpected_keys):
         first = (*found.missing_keys, *found.unexpected_keys)[0]
-        raise CheckpointError(
-            coded(
-                "HP512",
-                f"set_model_state_dict: {len(found.missing_keys)} names of the model are not in the state dict and "
-                f"{len(found.unexpected_keys)} of the state dict are not in the model; strict=False takes the others",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP512",
+            f"set_model_state_dict: {len(found.missing_keys)} names of the model are not in the state dict and "
+            f"{len(found.unexpected_keys)} of the state dict are not in the model; strict=False takes the others",
             field=first,
         )
     for name in [name for name in mine if name in given]:
@@ -248,12 +246,11 @@ def _on_host(tensor: Any) -> Any:
 def _check_shape(value: Any, target: Any, name: str) -> None:
     """An error where a value is not that of the whole: a plain shard would be taken for what it is not."""
     if tuple(value.shape) != tuple(target.shape):
-        raise CheckpointError(
-            coded(
-                "HP512",
-                f"set_model_state_dict: expected the shape of the whole, {tuple(target.shape)}, got "
-                f"{tuple(value.shape)}",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP512",
+            f"set_model_state_dict: expected the shape of the whole, {tuple(target.shape)}, got "
+            f"{tuple(value.shape)}",
             field=name,
         )
 
@@ -353,11 +350,10 @@ def _nested(
             if entry.startswith(prefix):
                 owner, _, key = entry.removeprefix(prefix).rpartition(".")
                 if owner not in known:
-                    raise CheckpointError(
-                        coded(
-                            "HP512",
-                            f"set_optimizer_state_dict: the model has no parameter {owner!r}",
-                        ),
+                    raise coded(
+                        CheckpointError,
+                        "HP512",
+                        f"set_optimizer_state_dict: the model has no parameter {owner!r}",
                         field=entry,
                     )
                 kind.setdefault(owner, {})[key] = value

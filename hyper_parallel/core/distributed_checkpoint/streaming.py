@@ -221,8 +221,10 @@ def write_plain_file(
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise CheckpointError(
-                coded("HP505", f"cannot be written: {error.strerror or error}"),
+            raise coded(
+                CheckpointError,
+                "HP505",
+                f"cannot be written: {error.strerror or error}",
                 file=path,
             ) from error
         raise

@@ -56,10 +56,10 @@ def nesting(data: bytes) -> int:
 def parse(data: bytes, file: str | Path) -> Field:
     """One JSON value; no key twice in an object, no numbers that are not finite."""
     if (deepest := nesting(data)) > MOST_NESTED:
-        raise CheckpointError(
-            coded(
-                "HP503", f"nested {deepest} levels deep, expected at most {MOST_NESTED}"
-            ),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"nested {deepest} levels deep, expected at most {MOST_NESTED}",
             file=file,
         )
     try:
@@ -71,8 +71,10 @@ def parse(data: bytes, file: str | Path) -> Field:
             parse_constant=_float,
         )
     except ValueError as error:
-        raise CheckpointError(
-            coded("HP503", f"cannot be read as JSON: {shortened(str(error), 200)}"),
+        raise coded(
+            CheckpointError,
+            "HP503",
+            f"cannot be read as JSON: {shortened(str(error), 200)}",
             file=file,
         ) from None
     return Field(value, file)
@@ -163,8 +165,8 @@ class Field:
 
     def fail(self, message: str) -> NoReturn:
         """Says what is wrong with this field."""
-        raise CheckpointError(
-            coded("HP503", message), file=self.file, field=self.name or None
+        raise coded(
+            CheckpointError, "HP503", message, file=self.file, field=self.name or None
         )
 
     def expected(self, what: str) -> NoReturn:

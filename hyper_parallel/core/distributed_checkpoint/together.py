@@ -97,8 +97,10 @@ def _check_alike(name: str, holders: list[Holdings]) -> None:
             f"rank {rank} has {dtype} of shape {size}"
             for (dtype, size), rank in kinds.items()
         )
-        raise CheckpointError(
-            coded("HP509", f"the ranks have different tensors of this name: {told}"),
+        raise coded(
+            CheckpointError,
+            "HP509",
+            f"the ranks have different tensors of this name: {told}",
             field=name,
         )
 
@@ -151,12 +153,11 @@ def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
             samples.setdefault(one.entries[name].sample, one.rank)
         if len(samples) > 1:
             ranks = sorted(samples.values())[:2]
-            raise CheckpointError(
-                coded(
-                    "HP509",
-                    f"ranks {ranks[0]} and {ranks[1]} have different values, and no layout says that they are parts of "
-                    "one tensor: give them names of their own, wrap them in PerRank, or make them a DTensor",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP509",
+                f"ranks {ranks[0]} and {ranks[1]} have different values, and no layout says that they are parts of "
+                "one tensor: give them names of their own, wrap them in PerRank, or make them a DTensor",
                 field=name,
             )
 
@@ -167,12 +168,11 @@ def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
             sum(map(_volume, boxes)),
             _volume(tuple((0, size) for size in entry.size)),
         )
-        raise CheckpointError(
-            coded(
-                "HP509",
-                f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
-                "rank of its mesh must take part, and all must cut it alike",
-            ),
+        raise coded(
+            CheckpointError,
+            "HP509",
+            f"the ranks that save have {have} of the {need} elements of this tensor, in {len(boxes)} chunks; every "
+            "rank of its mesh must take part, and all must cut it alike",
             field=name,
         )
 
@@ -183,20 +183,21 @@ def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
         for name, text in held.texts.items():
             before = first.setdefault(name, held)
             if before.texts[name] != text:
-                raise CheckpointError(
-                    coded(
-                        "HP509",
-                        f"rank {before.rank} has {before.texts[name]:.60}, rank {held.rank} has {text:.60}: objects "
-                        "must be the same on all ranks; wrap what each rank has its own of in PerRank",
-                    ),
+                raise coded(
+                    CheckpointError,
+                    "HP509",
+                    f"rank {before.rank} has {before.texts[name]:.60}, rank {held.rank} has {text:.60}: objects "
+                    "must be the same on all ranks; wrap what each rank has its own of in PerRank",
                     field=name,
                 )
     for name, held in first.items():
         made.objects[held.rank].add(name)
     clash = sorted(set(first) & set(made.tensors))
     if clash:
-        raise CheckpointError(
-            coded("HP509", "is a tensor on some ranks and an object on others"),
+        raise coded(
+            CheckpointError,
+            "HP509",
+            "is a tensor on some ranks and an object on others",
             field=clash[0],
         )
 

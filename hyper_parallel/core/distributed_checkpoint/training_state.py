@@ -68,11 +68,10 @@ class ModelState:
                 if wrong[0] in mine
                 else "is not in the model"
             )
-            raise CheckpointError(
-                coded(
-                    "HP512",
-                    f"{wrong[0]} {there}, nor are {len(wrong) - 1} others in both",
-                ),
+            raise coded(
+                CheckpointError,
+                "HP512",
+                f"{wrong[0]} {there}, nor are {len(wrong) - 1} others in both",
                 field=wrong[0],
             )
         for name, value in state_dict.items():
@@ -171,23 +170,21 @@ class OptimizerState:
         strangers = [key for key in state if id(key) not in known]
         if strangers:
             what = getattr(strangers[0], "shape", strangers[0])
-            raise CheckpointError(
-                coded(
-                    "HP512",
-                    f"{type(self.optimizer).__name__} keeps state for {what!r}, which is no parameter of its groups; "
-                    "only state of parameters can be stored",
-                )
+            raise coded(
+                CheckpointError,
+                "HP512",
+                f"{type(self.optimizer).__name__} keeps state for {what!r}, which is no parameter of its groups; "
+                "only state of parameters can be stored",
             )
         for number, group in enumerate(groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
-                    raise CheckpointError(
-                        coded(
-                            "HP512",
-                            f"group {number} of {type(self.optimizer).__name__} has a parameter of shape "
-                            f"{tuple(parameter.shape)} that the model has no name for; make the optimizer from the "
-                            "parameters of this model, after they were put on the mesh",
-                        )
+                    raise coded(
+                        CheckpointError,
+                        "HP512",
+                        f"group {number} of {type(self.optimizer).__name__} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that the model has no name for; make the optimizer from the "
+                        "parameters of this model, after they were put on the mesh",
                     )
                 yield names[id(parameter)], parameter, group
 
@@ -201,13 +198,12 @@ class OptimizerState:
         for name, values in running.items():
             for key, value in values.items():
                 if isinstance(value, (list, dict)):
-                    raise CheckpointError(
-                        coded(
-                            "HP512",
-                            f"{type(self.optimizer).__name__} keeps a {type(value).__name__} here; only tensors and "
-                            "plain values can be laid out anew for other ranks. Save the optimizer's own state_dict() "
-                            "instead",
-                        ),
+                    raise coded(
+                        CheckpointError,
+                        "HP512",
+                        f"{type(self.optimizer).__name__} keeps a {type(value).__name__} here; only tensors and "
+                        "plain values can be laid out anew for other ranks. Save the optimizer's own state_dict() "
+                        "instead",
                         field=f"state.{name}.{key}",
                     )
         return running
@@ -232,13 +228,12 @@ class OptimizerState:
         for number, group in enumerate(self._groups()):
             missing = [name for name in group["params"] if name not in home]
             if missing:
-                raise CheckpointError(
-                    coded(
-                        "HP512",
-                        f"{missing[0]} and {len(missing) - 1} others of group {number} are in no group of the "
-                        "checkpoint; load the model without the optimizer, or make the optimizer from the parameters "
-                        "that it had",
-                    ),
+                raise coded(
+                    CheckpointError,
+                    "HP512",
+                    f"{missing[0]} and {len(missing) - 1} others of group {number} are in no group of the "
+                    "checkpoint; load the model without the optimizer, or make the optimizer from the parameters "
+                    "that it had",
                     field="groups",
                 )
             _check_alike(number, group["params"], home, saved)
@@ -427,13 +422,12 @@ def _check_alike(
         first, second = _what(saved[here]), _what(saved[there])
         for option in sorted(first.keys() | second.keys()):
             if not _equal(first.get(option), second.get(option)):
-                raise CheckpointError(
-                    coded(
-                        "HP512",
-                        f"group {number} has {mine} and {other}, but the checkpoint has them in groups {here} and "
-                        f"{there}, with {option} {first.get(option)!r} and {second.get(option)!r}; cut the groups as "
-                        "they were",
-                    ),
+                raise coded(
+                    CheckpointError,
+                    "HP512",
+                    f"group {number} has {mine} and {other}, but the checkpoint has them in groups {here} and "
+                    f"{there}, with {option} {first.get(option)!r} and {second.get(option)!r}; cut the groups as "
+                    "they were",
                     field="groups",
                 )
 
@@ -487,11 +481,10 @@ def _generators() -> dict[str, NDArray[np.uint8]]:
     found = np.random.get_state(legacy=False)
     assert isinstance(found, dict)
     if found["bit_generator"] != "MT19937":
-        raise CheckpointError(
-            coded(
-                "HP512",
-                f"numpy's global generator must be MT19937 to be stored, got {found['bit_generator']}",
-            )
+        raise coded(
+            CheckpointError,
+            "HP512",
+            f"numpy's global generator must be MT19937 to be stored, got {found['bit_generator']}",
         )
     words = (*found["state"]["key"].tolist(), found["state"]["pos"])
     states["numpy"] = _packed(words, found["gauss"] if found["has_gauss"] else None)

@@ -35,12 +35,11 @@ def redistribute_as(
 ) -> Any:
     """This rank's shard in the target layout, in ``forward_dtype``; its gradient is communicated in the other."""
     if any(op not in (None, "sum", "avg") for op in source.partial):
-        raise ValueError(
-            coded(
-                "HP224",
-                f"redistribute: forward_dtype and backward_dtype: {source} leaves a reduction pending that is no sum; "
-                "reduce_partial() first",
-            )
+        raise coded(
+            ValueError,
+            "HP224",
+            f"redistribute: forward_dtype and backward_dtype: {source} leaves a reduction pending that is no sum; "
+            "reduce_partial() first",
         )
     forward = local.dtype if forward_dtype is None else forward_dtype
     backward = local.dtype if backward_dtype is None else backward_dtype

@@ -58,13 +58,12 @@ def follow_base(tensor: Any) -> None:
     if base._local is taken.local and platform.version_of(base._local) == taken.version:
         return
     if not taken.is_view or base._forms != taken.forms:
-        raise RuntimeError(
-            coded(
-                "HP229",
-                f"{taken.name}: the tensor that it was taken from has been changed in place since. On one device the "
-                "result may be a view of that tensor or a copy; here data was moved, and it is a copy. Call "
-                f"{taken.name} again after the change, or clone() the result before it",
-            )
+        raise coded(
+            RuntimeError,
+            "HP229",
+            f"{taken.name}: the tensor that it was taken from has been changed in place since. On one device the "
+            "result may be a view of that tensor or a copy; here data was moved, and it is a copy. Call "
+            f"{taken.name} again after the change, or clone() the result before it",
         )
     with platform.recording(taken.recording):
         fresh = taken.again()

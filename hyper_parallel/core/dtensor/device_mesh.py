@@ -40,11 +40,10 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
         if not isinstance(device_type, str):
-            raise TypeError(
-                coded(
-                    "HP201",
-                    f"DeviceMesh: device_type must be a str, got {device_type!r}",
-                )
+            raise coded(
+                TypeError,
+                "HP201",
+                f"DeviceMesh: device_type must be a str, got {device_type!r}",
             )
         self._ranks = _as_ranks(mesh)
         self._names = _checked_names(mesh_dim_names, self._ranks.ndim)
@@ -158,8 +157,8 @@ class DeviceMesh:
     def axis_index(self, name: str) -> int:
         """The axis of that name, counted from the left."""
         if not isinstance(name, str):
-            raise TypeError(
-                coded("HP202", f"axis_index: name must be a str, got {name!r}")
+            raise coded(
+                TypeError, "HP202", f"axis_index: name must be a str, got {name!r}"
             )
         return self._axis(name)
 
@@ -194,10 +193,10 @@ class DeviceMesh:
         if (axis, rank) not in self._lines:
             coordinate = self.coordinate_of(rank)
             if coordinate is None:
-                raise ValueError(
-                    coded(
-                        "HP205", f"get_devices_for_axis: rank {rank} is not in {self}"
-                    )
+                raise coded(
+                    ValueError,
+                    "HP205",
+                    f"get_devices_for_axis: rank {rank} is not in {self}",
                 )
             index = tuple(
                 slice(None) if a == axis else place
@@ -236,11 +235,10 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The axes of these names through this rank, as a mesh of its own."""
         if self._names is None:
-            raise RuntimeError(
-                coded(
-                    "HP202",
-                    f"{self} has no names for its axes; give it mesh_dim_names to cut it by name",
-                )
+            raise coded(
+                RuntimeError,
+                "HP202",
+                f"{self} has no names for its axes; give it mesh_dim_names to cut it by name",
             )
         wanted = (names,) if isinstance(names, str) else tuple(names)
         root = self.root_mesh
@@ -254,14 +252,13 @@ class DeviceMesh:
         if unknown and all(name in root._parts for name in unknown):
             return self._with_flattened(wanted)
         if unknown:
-            raise KeyError(coded("HP203", f"no axis {unknown[0]!r} in {self._names}"))
+            raise coded(KeyError, "HP203", f"no axis {unknown[0]!r} in {self._names}")
         axes = [self._names.index(name) for name in wanted]
         if axes != sorted(set(axes)):
-            raise ValueError(
-                coded(
-                    "HP203",
-                    f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}",
-                )
+            raise coded(
+                ValueError,
+                "HP203",
+                f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}",
             )
         if axes == list(range(self.ndim)):
             return self
@@ -278,12 +275,11 @@ class DeviceMesh:
         spans: list[tuple[int, ...]] = [root._axes_of(name) for name in wanted]
         used = [axis for span in spans for axis in span]
         if used != sorted(set(used)):
-            raise ValueError(
-                coded(
-                    "HP203",
-                    f"axes must be named once and in the order of the mesh, {root._names}; {wanted} are the axes "
-                    f"{spans} of it",
-                )
+            raise coded(
+                ValueError,
+                "HP203",
+                f"axes must be named once and in the order of the mesh, {root._names}; {wanted} are the axes "
+                f"{spans} of it",
             )
         own = root.own_coordinate("cutting the mesh")
         index = tuple(
@@ -306,8 +302,8 @@ class DeviceMesh:
         if len(flat) != math.prod(self.mesh_shape[axis] for axis in axes) or list(
             map(tuple, places)
         ) != sorted(map(tuple, places)):
-            raise KeyError(
-                coded("HP203", f"{name!r} does not name whole axes of {self}")
+            raise coded(
+                KeyError, "HP203", f"{name!r} does not name whole axes of {self}"
             )
         return axes
 
@@ -317,13 +313,12 @@ class DeviceMesh:
         known = self.root_mesh._parts.get(name)
         flat = self._derive(self._ranks.reshape(-1), (name,))
         if known is not None and known != flat:
-            raise ValueError(coded("HP206", f"flatten: {name!r} already names {known}"))
+            raise coded(ValueError, "HP206", f"flatten: {name!r} already names {known}")
         if self.root_mesh._names and name in self.root_mesh._names and self.ndim > 1:
-            raise ValueError(
-                coded(
-                    "HP206",
-                    f"flatten: {name!r} already names an axis of {self.root_mesh}",
-                )
+            raise coded(
+                ValueError,
+                "HP206",
+                f"flatten: {name!r} already names an axis of {self.root_mesh}",
             )
         return self.root_mesh._parts.setdefault(name, flat)
 
@@ -334,20 +329,18 @@ class DeviceMesh:
         axis = self._axis(dim)
         if math.prod(sizes) != self.mesh_shape[axis]:
             have = self.mesh_shape[axis]
-            raise ValueError(
-                coded(
-                    "HP206",
-                    f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP206",
+                f"unflatten: sizes {tuple(sizes)} do not multiply to {have}, the size of axis {dim!r}",
             )
         if (names is None) != (self._names is None) or (
             names is not None and len(names) != len(sizes)
         ):
-            raise ValueError(
-                coded(
-                    "HP202",
-                    f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP202",
+                f"unflatten: {len(sizes)} axes need as many names, as the mesh has names; got {names!r}",
             )
         shape = (*self.mesh_shape[:axis], *sizes, *self.mesh_shape[axis + 1 :])
         all_names = None
@@ -360,11 +353,10 @@ class DeviceMesh:
         """One mesh of all axes of several, which were cut from one mesh through the same rank."""
         roots = {id(mesh.root_mesh): mesh.root_mesh for mesh in meshes}
         if len(roots) != 1:
-            raise ValueError(
-                coded(
-                    "HP206",
-                    f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}",
-                )
+            raise coded(
+                ValueError,
+                "HP206",
+                f"concatenate: expected meshes that were cut from one mesh, got {list(meshes)}",
             )
         [root] = roots.values()
         names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
@@ -383,29 +375,26 @@ class DeviceMesh:
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None:
             if len(groups) != 1:
-                raise ValueError(
-                    coded(
-                        "HP206",
-                        f"from_group: {len(groups)} groups need mesh=, the ranks in a grid",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP206",
+                    f"from_group: {len(groups)} groups need mesh=, the ranks in a grid",
                 )
             mesh = platform.get_process_group_ranks(groups[0])
         made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
         if len(groups) != made.ndim:
-            raise ValueError(
-                coded(
-                    "HP206",
-                    f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}",
-                )
+            raise coded(
+                ValueError,
+                "HP206",
+                f"from_group: a mesh of {made.ndim} axes needs as many groups, got {len(groups)}",
             )
         for axis, held in enumerate(groups):
             ranks = sorted(platform.get_process_group_ranks(held))
             if ranks != sorted(made.get_rank_list_along_axis(axis)):
-                raise ValueError(
-                    coded(
-                        "HP206",
-                        f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP206",
+                    f"from_group: the group of axis {axis} has ranks {ranks}, but {made} wants others",
                 )
         platform.mark_created_groups(groups)
         return made
@@ -431,33 +420,32 @@ class DeviceMesh:
     def _axis(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, str):
             if self._names is None or mesh_dim not in self._names:
-                raise KeyError(
-                    coded(
-                        "HP203",
-                        f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}",
-                    )
+                raise coded(
+                    KeyError,
+                    "HP203",
+                    f"no axis {mesh_dim!r} in {self._names or 'a mesh without names'}",
                 )
             return self._names.index(mesh_dim)
         if not isinstance(mesh_dim, int) or isinstance(mesh_dim, bool):
-            raise TypeError(
-                coded("HP203", f"an axis is named by an int or a str, got {mesh_dim!r}")
+            raise coded(
+                TypeError,
+                "HP203",
+                f"an axis is named by an int or a str, got {mesh_dim!r}",
             )
         if not -self.ndim <= mesh_dim < self.ndim:
-            raise ValueError(
-                coded(
-                    "HP203",
-                    f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}",
-                )
+            raise coded(
+                ValueError,
+                "HP203",
+                f"axis {mesh_dim} is not one of the {self.ndim} axes of {self}",
             )
         return mesh_dim % self.ndim
 
     def _only_axis(self, call: str) -> int:
         if self.ndim != 1:
-            raise ValueError(
-                coded(
-                    "HP203",
-                    f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one",
-                )
+            raise coded(
+                ValueError,
+                "HP203",
+                f"{call}: the mesh has {self.ndim} axes {self._names or ''}; say which one",
             )
         return 0
 
@@ -465,8 +453,8 @@ class DeviceMesh:
         """This rank's place along each axis; an error that names ``call`` if it is not in the mesh."""
         coordinate = self.get_coordinate()
         if coordinate is None:
-            raise RuntimeError(
-                coded("HP205", f"{call}: rank {self.rank} is not in {self}")
+            raise coded(
+                RuntimeError, "HP205", f"{call}: rank {self.rank} is not in {self}"
             )
         return coordinate
 
@@ -488,23 +476,23 @@ def init_device_mesh(
     if backend_override:
         _check_backends(backend_override)
     if isinstance(mesh_shape, (str, int)) or not isinstance(mesh_shape, Iterable):
-        raise TypeError(
-            coded(
-                "HP201",
-                f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}",
-            )
+        raise coded(
+            TypeError,
+            "HP201",
+            f"init_device_mesh: mesh_shape must be a sequence of ints, got {mesh_shape!r}",
         )
     shape = tuple(mesh_shape)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
-        raise TypeError(
-            coded("HP201", f"init_device_mesh: mesh_shape must hold ints, got {shape}")
+        raise coded(
+            TypeError,
+            "HP201",
+            f"init_device_mesh: mesh_shape must hold ints, got {shape}",
         )
     if not shape or min(shape) < 1:
-        raise ValueError(
-            coded(
-                "HP201",
-                f"init_device_mesh: every axis needs at least one rank, got {shape}",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"init_device_mesh: every axis needs at least one rank, got {shape}",
         )
     count = math.prod(shape)
     ranks = (
@@ -513,11 +501,10 @@ def init_device_mesh(
         else tuple(rank_list)
     )
     if len(ranks) != count:
-        raise ValueError(
-            coded(
-                "HP201",
-                f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"init_device_mesh: a mesh of shape {shape} needs {count} ranks, rank_list has {len(ranks)}",
         )
     grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
     made = DeviceMesh(device_type, grid, mesh_dim_names=mesh_dim_names)
@@ -527,11 +514,10 @@ def init_device_mesh(
 def get_current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``."""
     if not _stack():
-        raise RuntimeError(
-            coded(
-                "HP207",
-                "there is no current mesh; use `with mesh:` or pass device_mesh=",
-            )
+        raise coded(
+            RuntimeError,
+            "HP207",
+            "there is no current mesh; use `with mesh:` or pass device_mesh=",
         )
     return _stack()[-1]
 
@@ -539,22 +525,20 @@ def get_current_mesh() -> DeviceMesh:
 def _block(count: int, init_backend: bool, device_type: str) -> tuple[int, ...]:
     platform = get_platform()
     if init_backend and device_type not in ("cpu", platform.device_type()):
-        raise ValueError(
-            coded(
-                "HP201",
-                f"init_device_mesh: there is no device of type {device_type!r} in this process, which has "
-                f"{platform.device_type()!r}; init_backend=False makes a mesh to plan with",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"init_device_mesh: there is no device of type {device_type!r} in this process, which has "
+            f"{platform.device_type()!r}; init_backend=False makes a mesh to plan with",
         )
     if init_backend and count > 1:
         platform.init_process_group()
     world = platform.get_world_size()
     if init_backend and world % count:
-        raise ValueError(
-            coded(
-                "HP201",
-                f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"init_device_mesh: blocks of {count} ranks do not fill the job's {world}; pass rank_list=",
         )
     first = platform.get_rank() // count * count
     return tuple(range(first, first + count))
@@ -569,43 +553,42 @@ def _check_backends(override: dict[int | str, Any]) -> None:
         backend = wanted[0] if isinstance(wanted, tuple) else wanted
         options = wanted[1] if isinstance(wanted, tuple) else None
         if backend not in (None, own) or options is not None:
-            raise NotImplementedError(
-                coded(
-                    "HP234",
-                    f"init_device_mesh: backend_override: axis {axis!r} is to have {wanted!r}, but the job runs "
-                    f"{own!r} and a group is shared by all meshes with its ranks. Make the groups by "
-                    "torch.distributed.new_group and the mesh by DeviceMesh.from_group",
-                )
+            raise coded(
+                NotImplementedError,
+                "HP234",
+                f"init_device_mesh: backend_override: axis {axis!r} is to have {wanted!r}, but the job runs "
+                f"{own!r} and a group is shared by all meshes with its ranks. Make the groups by "
+                "torch.distributed.new_group and the mesh by DeviceMesh.from_group",
             )
 
 
 def _as_ranks(mesh: Any) -> NDArray[np.int64]:
     if isinstance(mesh, (str, bytes, dict)) or mesh is None:
-        raise TypeError(
-            coded("HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}")
+        raise coded(
+            TypeError, "HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}"
         )
     if get_platform().is_tensor(mesh):
         mesh = get_platform().tensor_to_numpy(mesh)
     try:
         ranks = np.asarray(mesh)
     except ValueError as error:
-        raise ValueError(
-            coded(
-                "HP201",
-                f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"DeviceMesh: the rows of mesh have different lengths: {mesh!r}",
         ) from error
     if ranks.dtype.kind not in "iu":
-        raise TypeError(
-            coded("HP201", f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}")
+        raise coded(
+            TypeError,
+            "HP201",
+            f"DeviceMesh: mesh must hold integer ranks, got {mesh!r}",
         )
     ranks = ranks.astype(np.int64) if ranks.ndim else ranks.astype(np.int64).reshape(1)
     if not ranks.size or ranks.min() < 0 or len(np.unique(ranks)) != ranks.size:
-        raise ValueError(
-            coded(
-                "HP201",
-                f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}",
-            )
+        raise coded(
+            ValueError,
+            "HP201",
+            f"DeviceMesh: mesh must hold different ranks from 0 on, got {ranks.tolist()}",
         )
     return ranks
 
@@ -615,13 +598,12 @@ def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | 
         return None
     found = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in found):
-        raise TypeError(coded("HP202", f"mesh_dim_names must be strings, got {found}"))
+        raise coded(TypeError, "HP202", f"mesh_dim_names must be strings, got {found}")
     if len(found) != ndim or len(set(found)) != ndim:
-        raise ValueError(
-            coded(
-                "HP202",
-                f"mesh_dim_names must be {ndim} different names, one an axis, got {found}",
-            )
+        raise coded(
+            ValueError,
+            "HP202",
+            f"mesh_dim_names must be {ndim} different names, one an axis, got {found}",
         )
     return found
 

@@ -86,12 +86,11 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         if told and tuple(local_tensor.shape) != (
             expected := layout.local_shape(whole)
         ):
-            raise ValueError(
-                coded(
-                    "HP220",
-                    f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but "
-                    f"{layout} gives it {expected} of a tensor of shape {whole}",
-                )
+            raise coded(
+                ValueError,
+                "HP220",
+                f"from_local: rank {layout.mesh.rank} has a shard of shape {tuple(local_tensor.shape)}, but "
+                f"{layout} gives it {expected} of a tensor of shape {whole}",
             )
         if stride is not None:
             _check_stride(local_tensor, whole, stride)
@@ -166,11 +165,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         self.current()
         mesh = device_mesh or self.device_mesh
         if mesh != self.device_mesh:
-            raise ValueError(
-                coded(
-                    "HP224",
-                    f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}",
-                )
+            raise coded(
+                ValueError,
+                "HP224",
+                f"redistribute: the tensor lies on {self.device_mesh}, not on {mesh}",
             )
         wanted = [Replicate()] * mesh.ndim if placements is None else placements
         target = layout_of(mesh, wanted, len(self._shape))
@@ -277,11 +275,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
 def _check_dense(name: str, tensor: Any) -> None:
     if not platform.is_dense(tensor):
-        raise ValueError(
-            coded(
-                "HP222",
-                f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first",
-            )
+        raise coded(
+            ValueError,
+            "HP222",
+            f"{name}: expected a dense tensor, got a sparse one, which cannot be cut; to_dense() first",
         )
 
 
@@ -306,10 +303,10 @@ _LAYOUTS: MutableMapping[Any, Layout] = WeakValueDictionary()
 
 def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            coded(
-                "HP211", f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}"
-            )
+        raise coded(
+            TypeError,
+            "HP211",
+            f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}",
         )
     if isinstance(placements, (Placement, str)):
         placements = [placements]
@@ -317,11 +314,10 @@ def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
     if any(isinstance(entry, Placement) for entry in placements):
         return base(list(placements)).bind(ndim)
     if len(placements) != ndim:
-        raise ValueError(
-            coded(
-                "HP211",
-                f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP211",
+            f"expected one alias for each of {ndim} dims, got {len(placements)}: {placements!r}",
         )
     return base(*placements)
 
@@ -340,12 +336,11 @@ def axes_of_partial_gradient(
         p for p in layout.placements if p.is_partial() and not p.is_partial("sum")
     ]
     if others:
-        raise ValueError(
-            coded(
-                "HP232",
-                f"{call}: grad_placements: the gradient of a part of {layout} is not that of the tensor; "
-                "reduce_partial() first",
-            )
+        raise coded(
+            ValueError,
+            "HP232",
+            f"{call}: grad_placements: the gradient of a part of {layout} is not that of the tensor; "
+            "reduce_partial() first",
         )
     parts = []
     for axis, (own, asked) in enumerate(
@@ -355,13 +350,12 @@ def axes_of_partial_gradient(
             parts.append(axis)
         elif own != asked:
             allowed = f"{own!r} or Partial()" if own.is_replicate() else repr(own)
-            raise ValueError(
-                coded(
-                    "HP232",
-                    f"{call}: grad_placements: the tensor is {layout.placements[axis]!r} on axis {axis} of "
-                    f"{layout.mesh}, so its gradient must be {allowed} there, got {asked!r}; redistribute() the "
-                    "tensor first",
-                )
+            raise coded(
+                ValueError,
+                "HP232",
+                f"{call}: grad_placements: the tensor is {layout.placements[axis]!r} on axis {axis} of "
+                f"{layout.mesh}, so its gradient must be {allowed} there, got {asked!r}; redistribute() the "
+                "tensor first",
             )
     return tuple(parts)
 
@@ -369,12 +363,11 @@ def axes_of_partial_gradient(
 def _check_stride(local: Any, shape: Sequence[int], stride: Sequence[int]) -> None:
     expected = whole_stride(shape, local)
     if tuple(stride) != expected:
-        raise ValueError(
-            coded(
-                "HP233",
-                f"from_local: stride {tuple(stride)} is not that of a tensor of shape {tuple(shape)} whose dims lie in "
-                f"memory as those of the shard, which is {expected}; leave it out, or copy the shard into that order",
-            )
+        raise coded(
+            ValueError,
+            "HP233",
+            f"from_local: stride {tuple(stride)} is not that of a tensor of shape {tuple(shape)} whose dims lie in "
+            f"memory as those of the shard, which is {expected}; leave it out, or copy the shard into that order",
         )
 
 
@@ -391,32 +384,29 @@ def distribute_tensor(
     the tensor does; it is channels_last if the tensor is.
     """
     if isinstance(tensor, DTensor):
-        raise ValueError(
-            coded(
-                "HP222",
-                f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()",
-            )
+        raise coded(
+            ValueError,
+            "HP222",
+            f"distribute_tensor: the tensor already has the layout {tensor.layout}; use redistribute()",
         )
     _check_dense("distribute_tensor", tensor)
     layout = layout_of(device_mesh, placements, len(tensor.shape))
     requires_grad = platform.requires_grad(tensor)
     if requires_grad and getattr(tensor, "grad_fn", None) is not None:
-        raise RuntimeError(
-            coded(
-                "HP222",
-                f"distribute_tensor: the tensor of shape {tuple(tensor.shape)} was computed from others, which would "
-                "get no gradient, since the shards are leaves. To stay in the graph, call "
-                "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements); or "
-                "detach() it first",
-            )
+        raise coded(
+            RuntimeError,
+            "HP222",
+            f"distribute_tensor: the tensor of shape {tuple(tensor.shape)} was computed from others, which would "
+            "get no gradient, since the shards are leaves. To stay in the graph, call "
+            "DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements); or "
+            "detach() it first",
         )
     if src_data_rank is not None:
         if src_data_rank not in layout.rank_list:
-            raise ValueError(
-                coded(
-                    "HP222",
-                    f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}",
-                )
+            raise coded(
+                ValueError,
+                "HP222",
+                f"distribute_tensor: src_data_rank {src_data_rank} is not in {layout.mesh}",
             )
         group = platform.create_group(layout.rank_list)
         sent = platform.broadcast(platform.clone(tensor), src_data_rank, group)
@@ -448,11 +438,10 @@ def distribute_module(
     out, and may return something else.
     """
     if getattr(module, "_is_distributed", False):
-        raise RuntimeError(
-            coded(
-                "HP223",
-                "distribute_module: the module is distributed already; it can be done once",
-            )
+        raise coded(
+            RuntimeError,
+            "HP223",
+            "distribute_module: the module is distributed already; it can be done once",
         )
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     enter = _with_module("input_fn", input_fn)
@@ -513,11 +502,10 @@ def _with_module(argument: str, function: Any) -> Any:
         )
         return lambda _, values, mesh: function(values, mesh)
     if count != 3:
-        raise ValueError(
-            coded(
-                "HP223",
-                f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments",
-            )
+        raise coded(
+            ValueError,
+            "HP223",
+            f"distribute_module: {argument} must take (module, values, mesh), it takes {count} arguments",
         )
     return function
 
@@ -659,21 +647,19 @@ def _asked(
     call: str, size: Any, device_mesh: Any, placements: Any, strided: Any
 ) -> _Asked:
     if strided is not None and repr(strided) != "torch.strided":
-        raise ValueError(
-            coded(
-                "HP222",
-                f"{call}: layout must be torch.strided, got {strided!r}; how the tensor lies on the mesh is said by "
-                "placements=",
-            )
+        raise coded(
+            ValueError,
+            "HP222",
+            f"{call}: layout must be torch.strided, got {strided!r}; how the tensor lies on the mesh is said by "
+            "placements=",
         )
     shape = (size,) if isinstance(size, int) else tuple(size)
     layout = layout_of(device_mesh, placements, len(shape))
     if layout.is_partial():
-        raise ValueError(
-            coded(
-                "HP213",
-                f"{call}: {layout} leaves a reduction pending, of which the parts are not known",
-            )
+        raise coded(
+            ValueError,
+            "HP213",
+            f"{call}: {layout} leaves a reduction pending, of which the parts are not known",
         )
     return _Asked(shape, layout)
 
@@ -739,11 +725,10 @@ def _require_one(name: str, found: dict[int, Any], layout: Layout) -> None:
         told = f": {found}" if name != "values" else ""
         if name == "shape":
             told += "; if that is meant, say the shape of the whole, from_local(..., shape=)"
-        raise ValueError(
-            coded(
-                "HP221",
-                f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}",
-            )
+        raise coded(
+            ValueError,
+            "HP221",
+            f"from_local: {layout}: ranks {others} have another {name} than rank {first}{told}",
         )
 
 

@@ -63,11 +63,10 @@ def to_native(dtensor: DTensor) -> Any:
     A leaf, a parameter for instance, becomes a leaf with a gradient of its own; any other tensor keeps its graph.
     """
     if not isinstance(dtensor, DTensor):
-        raise TypeError(
-            coded(
-                "HP228",
-                f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}",
-            )
+        raise coded(
+            TypeError,
+            "HP228",
+            f"to_native: expected a hyper_parallel DTensor, got {type(dtensor).__name__}",
         )
     placements = tuple(_parts_of(placement) for placement in dtensor.placements)
     is_parameter = isinstance(dtensor, platform.Parameter)
@@ -105,11 +104,10 @@ def mesh_to_native(mesh: DeviceMesh) -> Any:
     Convert a mesh before tensors that lie on parts of it: ``mesh["tp"]`` then becomes a part of the converted mesh.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            coded(
-                "HP228",
-                f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}",
-            )
+        raise coded(
+            TypeError,
+            "HP228",
+            f"mesh_to_native: expected a hyper_parallel DeviceMesh, got {type(mesh).__name__}",
         )
     if mesh not in _to_native:
         _check_order("mesh_to_native", mesh)
@@ -149,11 +147,10 @@ def _check_order(call: str, mesh: DeviceMesh) -> None:
     """A group has its ranks in ascending order, and torch takes that for the order along the axis."""
     axis = mesh.descending_axis
     if axis is not None:
-        raise ValueError(
-            coded(
-                "HP228",
-                f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not",
-            )
+        raise coded(
+            ValueError,
+            "HP228",
+            f"{call}: the ranks of {mesh} must ascend along every axis; along axis {axis} they do not",
         )
 
 
@@ -166,12 +163,11 @@ def _placement(kind: str, *details: Any) -> Placement:
 
 def _parts_of(placement: Placement) -> tuple[Any, ...]:
     if isinstance(placement, FusedShard):
-        raise ValueError(
-            coded(
-                "HP228",
-                f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
-                f"redistribute() to Shard({placement.dim}) first",
-            )
+        raise coded(
+            ValueError,
+            "HP228",
+            f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
+            f"redistribute() to Shard({placement.dim}) first",
         )
     if isinstance(placement, Shard):
         return (

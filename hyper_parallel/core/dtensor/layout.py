@@ -65,11 +65,10 @@ class Layout:
             tuple(range(math.prod(shape))) if rank_list is None else tuple(rank_list)
         )
         if len(ranks) != math.prod(shape):
-            raise ValueError(
-                coded(
-                    "HP201",
-                    f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}",
-                )
+            raise coded(
+                ValueError,
+                "HP201",
+                f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}",
             )
         grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
         return cls.from_device_mesh(
@@ -94,10 +93,10 @@ class Layout:
         if self.ndim == ndim:
             return self
         if self.ndim is not None:
-            raise ValueError(
-                coded(
-                    "HP211", f"{self} is for tensors of {self.ndim} dims, not of {ndim}"
-                )
+            raise coded(
+                ValueError,
+                "HP211",
+                f"{self} is for tensors of {self.ndim} dims, not of {ndim}",
             )
         return _interned(
             self.mesh,
@@ -148,11 +147,10 @@ class Layout:
         index = self._axis(axis)
         placements = list(self._placed("set_partial_by_dev_axis"))
         if placements[index].is_shard():
-            raise ValueError(
-                coded(
-                    "HP213",
-                    f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it",
-                )
+            raise coded(
+                ValueError,
+                "HP213",
+                f"{self}: axis {axis!r} cuts the tensor, so no reduction can be pending on it",
             )
         placements[index] = Partial(op)
         return self.with_placements(placements)
@@ -172,11 +170,10 @@ class Layout:
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each dim the axes that cut it, the outermost first."""
         if self._dim_axes is None:
-            raise ValueError(
-                coded(
-                    "HP211",
-                    f"{self} was given by placements and does not know its number of dims; bind(ndim) first",
-                )
+            raise coded(
+                ValueError,
+                "HP211",
+                f"{self} was given by placements and does not know its number of dims; bind(ndim) first",
             )
         return self._dim_axes
 
@@ -281,11 +278,10 @@ class Layout:
     ) -> tuple[tuple[int, int], ...]:
         """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
         if self.is_fused:
-            raise ValueError(
-                coded(
-                    "HP214",
-                    f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()",
-                )
+            raise coded(
+                ValueError,
+                "HP214",
+                f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()",
             )
         return tuple(span for (span,) in self.spans_of(shape, coordinate))
 
@@ -327,12 +323,11 @@ class Layout:
 
         bound = self.bind(len(shape))
         if tuple(local.shape) != bound.local_shape(shape):
-            raise ValueError(
-                coded(
-                    "HP220",
-                    f"{self}: rank {self.mesh.rank} has {bound.local_shape(shape)} of a tensor of shape "
-                    f"{tuple(shape)}, got a shard of shape {tuple(local.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP220",
+                f"{self}: rank {self.mesh.rank} has {bound.local_shape(shape)} of a tensor of shape "
+                f"{tuple(shape)}, got a shard of shape {tuple(local.shape)}",
             )
         return DTensor(local, bound, shape)
 
@@ -383,11 +378,10 @@ class Layout:
             names = _alias_names(self, entry)
             for name in names:
                 if name in used:
-                    raise ValueError(
-                        coded(
-                            "HP212",
-                            f"axis {name!r} is used twice in {specification}; an axis can cut one dim",
-                        )
+                    raise coded(
+                        ValueError,
+                        "HP212",
+                        f"axis {name!r} is used twice in {specification}; an axis can cut one dim",
                     )
                 used.add(name)
             for axis, placement in _shards(
@@ -399,28 +393,26 @@ class Layout:
     def _axis(self, axis: int | str) -> int:
         if isinstance(axis, str):
             if axis not in self.alias_name:
-                raise ValueError(
-                    coded(
-                        "HP212",
-                        f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP212",
+                    f"unknown axis {axis!r}; the mesh has {', '.join(self.alias_name)}",
                 )
             return self.alias_name.index(axis)
         if not isinstance(axis, int) or not -self.mesh.ndim <= axis < self.mesh.ndim:
-            raise ValueError(
-                coded(
-                    "HP212",
-                    f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}",
-                )
+            raise coded(
+                ValueError,
+                "HP212",
+                f"axis {axis!r} is not one of the {self.mesh.ndim} axes {', '.join(self.alias_name)}",
             )
         return axis % self.mesh.ndim
 
     def _placed(self, call: str) -> tuple[Placement, ...]:
         if not self.placements:
-            raise ValueError(
-                coded(
-                    "HP211", f"{call}: {self} has no placements yet; call it with some"
-                )
+            raise coded(
+                ValueError,
+                "HP211",
+                f"{call}: {self} has no placements yet; call it with some",
             )
         return self.placements
 
@@ -437,11 +429,10 @@ class Layout:
         if not isinstance(placement, FusedShard):
             return (cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes]),)
         if sum(placement.sections) != size:
-            raise ValueError(
-                coded(
-                    "HP214",
-                    f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}",
-                )
+            raise coded(
+                ValueError,
+                "HP214",
+                f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}",
             )
         return placement.spans(self.mesh_shape[axes[0]], place[axes[0]])
 
@@ -483,11 +474,10 @@ def _check_order(mesh: DeviceMesh) -> None:
     """Groups have their ranks in ascending order, and the pieces of a tensor lie in that order along an axis."""
     axis = mesh.descending_axis
     if axis is not None:
-        raise ValueError(
-            coded(
-                "HP214",
-                f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not",
-            )
+        raise coded(
+            ValueError,
+            "HP214",
+            f"tensors lie on meshes whose ranks ascend along every axis; axis {axis} of {mesh} does not",
         )
 
 
@@ -502,27 +492,24 @@ def _checked_placements(
 ) -> tuple[Placement, ...]:
     wrong = [p for p in placements if not isinstance(p, Placement)]
     if wrong:
-        raise ValueError(
-            coded(
-                "HP211",
-                f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP211",
+            f"expected placements (Shard, Replicate, Partial), one an axis, got {wrong[0]!r}",
         )
     pending = [p.reduce_op for p in placements if isinstance(p, Partial)]
     if not commute(pending):
-        raise ValueError(
-            coded(
-                "HP213",
-                f"reductions by {' and by '.join(sorted(set(pending)))} cannot be pending together: which is taken "
-                "first makes a difference; reduce one of them before",
-            )
+        raise coded(
+            ValueError,
+            "HP213",
+            f"reductions by {' and by '.join(sorted(set(pending)))} cannot be pending together: which is taken "
+            "first makes a difference; reduce one of them before",
         )
     if len(placements) != mesh.ndim:
-        raise ValueError(
-            coded(
-                "HP211",
-                f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}",
-            )
+        raise coded(
+            ValueError,
+            "HP211",
+            f"expected {mesh.ndim} placements, one for each axis of {mesh}, got {len(placements)}",
         )
     return tuple(placements)
 
@@ -534,11 +521,10 @@ def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         name = layout.alias_name[axis]
-        raise ValueError(
-            coded(
-                "HP211",
-                f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims",
-            )
+        raise coded(
+            ValueError,
+            "HP211",
+            f"{layout}: axis {name!r} cuts dim {placement.dim}, but the tensor has {ndim} dims",
         )
     return replace(placement, dim=placement.dim % ndim)
 
@@ -560,11 +546,10 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
             isinstance(layout.placements[axis], FusedShard) for axis in order
         ):
             names = [layout.alias_name[axis] for axis in sorted(order)]
-            raise ValueError(
-                coded(
-                    "HP214",
-                    f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}",
-                )
+            raise coded(
+                ValueError,
+                "HP214",
+                f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}",
             )
         found.append(tuple(order))
     return tuple(found)
@@ -579,12 +564,11 @@ def _position(layout: Layout, axis: int, placement: Placement, order: list[int])
         if position < len(order):
             pieces *= layout.mesh_shape[order[position]]
     sizes = [layout.mesh_shape[a] for a in order]
-    raise ValueError(
-        coded(
-            "HP214",
-            f"{layout}: the split factor {factor} on axis {layout.alias_name[axis]!r} is not made by the later axes of "
-            f"that dim, whose sizes are {sizes}",
-        )
+    raise coded(
+        ValueError,
+        "HP214",
+        f"{layout}: the split factor {factor} on axis {layout.alias_name[axis]!r} is not made by the later axes of "
+        f"that dim, whose sizes are {sizes}",
     )
 
 
@@ -621,12 +605,11 @@ def _alias_names(layout: Layout, entry: Any) -> tuple[str, ...]:
     if not isinstance(names, (list, tuple)) or not all(
         isinstance(name, str) for name in names
     ):
-        raise ValueError(
-            coded(
-                "HP212",
-                f"expected 'None', an axis or a tuple of axes for each dim, got {entry!r}; the mesh has "
-                f"{', '.join(layout.alias_name)}",
-            )
+        raise coded(
+            ValueError,
+            "HP212",
+            f"expected 'None', an axis or a tuple of axes for each dim, got {entry!r}; the mesh has "
+            f"{', '.join(layout.alias_name)}",
         )
     return tuple(name for name in names if name != NONE)
 

@@ -43,8 +43,8 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(
-                coded("HP210", f"Shard: dim must be an int, got {self.dim!r}")
+            raise coded(
+                TypeError, "HP210", f"Shard: dim must be an int, got {self.dim!r}"
             )
 
     def __str__(self) -> str:
@@ -65,18 +65,16 @@ class StridedShard(Shard):
         if not isinstance(self.split_factor, int) or isinstance(
             self.split_factor, bool
         ):
-            raise TypeError(
-                coded(
-                    "HP210",
-                    f"StridedShard: split_factor must be an int, got {self.split_factor!r}",
-                )
+            raise coded(
+                TypeError,
+                "HP210",
+                f"StridedShard: split_factor must be an int, got {self.split_factor!r}",
             )
         if self.split_factor < 1:
-            raise ValueError(
-                coded(
-                    "HP210",
-                    f"StridedShard: split_factor must be at least 1, got {self.split_factor}",
-                )
+            raise coded(
+                ValueError,
+                "HP210",
+                f"StridedShard: split_factor must be at least 1, got {self.split_factor}",
             )
 
     def __str__(self) -> str:
@@ -99,17 +97,16 @@ class FusedShard(Shard):
             isinstance(size, int) and not isinstance(size, bool)
             for size in self.sections
         ):
-            raise TypeError(
-                coded(
-                    "HP210", f"FusedShard: sections must be ints, got {self.sections!r}"
-                )
+            raise coded(
+                TypeError,
+                "HP210",
+                f"FusedShard: sections must be ints, got {self.sections!r}",
             )
         if not self.sections or min(self.sections) < 0:
-            raise ValueError(
-                coded(
-                    "HP210",
-                    f"FusedShard: expected the size of every section, none negative, got {self.sections}",
-                )
+            raise coded(
+                ValueError,
+                "HP210",
+                f"FusedShard: expected the size of every section, none negative, got {self.sections}",
             )
 
     def spans(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
@@ -150,11 +147,10 @@ class Partial(Placement):
         if self.reduce_op == "product":  # torch's name for it
             object.__setattr__(self, "reduce_op", "prod")
         if self.reduce_op not in REDUCE_OPS:
-            raise ValueError(
-                coded(
-                    "HP210",
-                    f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP210",
+                f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {self.reduce_op!r}",
             )
 
     def __str__(self) -> str:

@@ -131,11 +131,10 @@ def plan(
 ) -> Plan:
     """The cheapest steps that lead a tensor of this global shape from one layout to another on the same mesh."""
     if source.mesh != target.mesh:
-        raise ValueError(
-            coded(
-                "HP224",
-                f"redistribute: {source} and {target} are on different meshes: {source.mesh}, {target.mesh}",
-            )
+        raise coded(
+            ValueError,
+            "HP224",
+            f"redistribute: {source} and {target} are on different meshes: {source.mesh}, {target.mesh}",
         )
     ndim = len(shape)
     return _plan(source.bind(ndim), target.bind(ndim), tuple(shape), itemsize)

@@ -42,11 +42,10 @@ class HookCoordinator:
 
     def __init__(self, timeout: float = 60.0) -> None:
         if not timeout > 0:
-            raise ValueError(
-                coded(
-                    "HP450",
-                    f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP450",
+                f"HookCoordinator: timeout must be a positive number of seconds, got {timeout!r}",
             )
         self._timeout = timeout
         self._changed = threading.Condition()
@@ -134,12 +133,11 @@ class HookCoordinator:
         if meeting is None:
             meeting = self._forming = _Meeting(role)
         elif meeting.first == role:
-            clash = RuntimeError(
-                coded(
-                    "HP450",
-                    f"HookCoordinator.rendezvous: both sides came as {role}; expected one as {self.COMM}, one "
-                    f"as {self.COMPUTE}. Check that each side's hooks alternate and the two begin differently",
-                )
+            clash = coded(
+                RuntimeError,
+                "HP450",
+                f"HookCoordinator.rendezvous: both sides came as {role}; expected one as {self.COMM}, one "
+                f"as {self.COMPUTE}. Check that each side's hooks alternate and the two begin differently",
             )
             self._fail(clash)
             raise clash
@@ -196,19 +194,17 @@ class HookCoordinator:
 
     def _check_role(self, call: str, role: str) -> None:
         if role not in (self.COMM, self.COMPUTE):
-            raise ValueError(
-                coded(
-                    "HP450",
-                    f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP450",
+                f"HookCoordinator.{call}: role must be {self.COMM!r} or {self.COMPUTE!r}, got {role!r}",
             )
 
 
 def _released(role: str, error: BaseException) -> RuntimeError:
-    return RuntimeError(
-        coded(
-            "HP450",
-            f"HookCoordinator.rendezvous: a side failed ({type(error).__name__}: {error}), so the {role} side "
-            "cannot go on; mend that failure, then enable() again",
-        )
+    return coded(
+        RuntimeError,
+        "HP450",
+        f"HookCoordinator.rendezvous: a side failed ({type(error).__name__}: {error}), so the {role} side "
+        "cannot go on; mend that failure, then enable() again",
     )

@@ -62,7 +62,7 @@ from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES, Reshaped
 from hyper_parallel.core.shard.rule import BoundRule, Rule
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import coded, prefixed
 from hyper_parallel.platform.platform import Called
 
 platform = get_platform()
@@ -322,12 +322,11 @@ class Dispatcher:
 
     def _tell(self, name: str, reason: str) -> None:
         if MODES.strict:
-            raise OperatorError(
-                coded(
-                    "HP303",
-                    f"{name}: no rule: {reason}; strict mode does not run it on whole tensors. Give it a rule: "
-                    f'operator("{name}", parameters, rule), or a DistributedOp',
-                )
+            raise coded(
+                OperatorError,
+                "HP303",
+                f"{name}: no rule: {reason}; strict mode does not run it on whole tensors. Give it a rule: "
+                f'operator("{name}", parameters, rule), or a DistributedOp',
             )
         if name not in self._warned:
             self._warned.add(name)
@@ -370,7 +369,7 @@ def bound_call(
             [_shape(v) for v in operands], {**arguments, **ruled.attrs}, numbers
         ), operands
     except ValueError as error:
-        raise ValueError(f"{called.name}: {error}") from None
+        raise prefixed(called.name, error, ValueError) from None
 
 
 def _function(func: Any, name: str) -> Any:

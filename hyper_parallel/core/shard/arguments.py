@@ -65,7 +65,7 @@ def _checked(tensor: DTensor) -> DTensor:
     """The tensor as it is now; an error if no gradient would flow through it."""
     tensor.current()
     if tensor._unrecorded and tensor.lost_its_graph:
-        raise OperatorError(coded("HP309", _LOST))
+        raise coded(OperatorError, "HP309", _LOST)
     return tensor
 
 
@@ -122,15 +122,14 @@ def distributed(
             return placed[id(value)]
         is_copy = MODES.replicate_plain or (zeros and bool((value == 0).all()))
         if not is_copy and not _is_number(value):
-            raise OperatorError(
-                coded(
-                    "HP304",
-                    f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor "
-                    f"among distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) "
-                    "or DTensor.from_local(...); or call it within implicit_replication() if it is the same on every "
-                    "rank. A module of a model that is called by itself needs the style Replicated() in the plan; "
-                    "resize_token_embeddings and the like come before parallelize_module",
-                )
+            raise coded(
+                OperatorError,
+                "HP304",
+                f"{name}: tensor {number} among its arguments, of shape {tuple(value.shape)}, is a plain tensor "
+                f"among distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) "
+                "or DTensor.from_local(...); or call it within implicit_replication() if it is the same on every "
+                "rank. A module of a model that is called by itself needs the style Replicated() in the plan; "
+                "resize_token_embeddings and the like come before parallelize_module",
             )
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
@@ -201,13 +200,12 @@ def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
 def refuse_copy(name: str, target: DTensor) -> None:
     """An error where a change of the target would be lost."""
     if target._copy_of is not None:
-        raise OperatorError(
-            coded(
-                "HP307",
-                f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: "
-                "it is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = "
-                "value), or redistribute() first",
-            )
+        raise coded(
+            OperatorError,
+            "HP307",
+            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: "
+            "it is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = "
+            "value), or redistribute() first",
         )
 
 
@@ -215,12 +213,11 @@ def one_mesh(name: str, tensors: Sequence[DTensor]) -> Any:
     """The mesh on which all of them lie."""
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors))
     if len(meshes) != 1:
-        raise OperatorError(
-            coded(
-                "HP305",
-                f"{name}: its tensors lie on different meshes, {' and '.join(map(str, meshes))}; "
-                "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh",
-            )
+        raise coded(
+            OperatorError,
+            "HP305",
+            f"{name}: its tensors lie on different meshes, {' and '.join(map(str, meshes))}; "
+            "DTensor.from_local(tensor.to_local(), mesh, placements) puts one on another mesh",
         )
     return meshes[0]
 
@@ -232,10 +229,9 @@ def check_explicit(name: str, tensor: DTensor, number: int, target: Layout) -> N
         steps = plan_redistribution(
             tensor._layout, target, tuple(tensor._shape), itemsize
         )
-        raise OperatorError(
-            coded(
-                "HP306",
-                f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; "
-                f"call redistribute() on it. That would be:\n{steps.explain()}",
-            )
+        raise coded(
+            OperatorError,
+            "HP306",
+            f"{name}: explicit mode: tensor {number} of its arguments must go from {tensor._layout} to {target}; "
+            f"call redistribute() on it. That would be:\n{steps.explain()}",
         )

@@ -485,7 +485,7 @@ class _Binder:
         return self._attrs[name]
 
     def _fail(self, problem: str) -> NoReturn:
-        raise ValueError(coded("HP302", f"rule '{self._notation}': {problem}"))
+        raise coded(ValueError, "HP302", f"rule '{self._notation}': {problem}")
 
 
 def flat(

@@ -54,23 +54,21 @@ def _layouts(
     redistribute: bool,
 ) -> list[Layout | None]:
     if placements is not None and len(placements) != len(args):
-        raise ValueError(
-            coded(
-                "HP317",
-                f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}",
-            )
+        raise coded(
+            ValueError,
+            "HP317",
+            f"{name}: expected in_placements for {len(args)} positional arguments, got {len(placements)}",
         )
     found: list[Layout | None] = []
     for number, arg in enumerate(args):
         wanted = placements[number] if placements is not None else None
         if not isinstance(arg, DTensor):
             if wanted is not None:
-                raise TypeError(
-                    coded(
-                        "HP317",
-                        f"{name}: argument {number} must be a DTensor as in_placements say, got {type(arg).__name__}; "
-                        "distribute_tensor() makes it one",
-                    )
+                raise coded(
+                    TypeError,
+                    "HP317",
+                    f"{name}: argument {number} must be a DTensor as in_placements say, got {type(arg).__name__}; "
+                    "distribute_tensor() makes it one",
                 )
             continue
         layout = (
@@ -79,11 +77,10 @@ def _layouts(
             else layout_of(mesh or arg.device_mesh, wanted, len(arg.shape))
         )
         if layout is not arg.layout and not redistribute:
-            raise ValueError(
-                coded(
-                    "HP317",
-                    f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it",
-                )
+            raise coded(
+                ValueError,
+                "HP317",
+                f"{name}: argument {number} lies in {arg.layout}, expected {layout}; redistribute() it",
             )
         found.append(layout)
     return found + [

@@ -31,17 +31,17 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
     _op_name: str | None = None
 
     @staticmethod
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004
         """The result, on local tensors."""
-        raise NotImplementedError(
-            coded("HP318", "a DFunction must define forward(ctx, ...)")
+        raise coded(
+            NotImplementedError, "HP318", "a DFunction must define forward(ctx, ...)"
         )
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004
         """The gradient of every argument, on local tensors."""
-        raise NotImplementedError(
-            coded("HP318", "a DFunction must define backward(ctx, ...)")
+        raise coded(
+            NotImplementedError, "HP318", "a DFunction must define backward(ctx, ...)"
         )
 
     @classmethod
@@ -50,12 +50,11 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
         if not any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
             return super().apply(*args, **kwargs)
         if cls._op_name is None:
-            raise ValueError(
-                coded(
-                    "HP318",
-                    f"{cls.__name__}.apply: called with distributed tensors, but {cls.__name__} has no _op_name; set "
-                    "it to the name of a DistributedOp that says what happens to their layouts",
-                )
+            raise coded(
+                ValueError,
+                "HP318",
+                f"{cls.__name__}.apply: called with distributed tensors, but {cls.__name__} has no _op_name; set "
+                "it to the name of a DistributedOp that says what happens to their layouts",
             )
         return _OP_DISPATCHER.dispatch(
             super().apply, args, kwargs, Called(cls._op_name, False, None)

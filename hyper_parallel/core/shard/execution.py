@@ -322,13 +322,12 @@ class Planned:
     def _wrapped(self, local: Any, number: int) -> DTensor:
         if local.shape != self._expected[number]:
             layout, shape = self._layouts[number], tuple(self._shapes[number])
-            raise OperatorError(
-                coded(
-                    "HP308",
-                    f"{self._called.name}: rank {layout.mesh.rank} got a result of shape {tuple(local.shape)}, but by "
-                    f"the rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function "
-                    "is wrong",
-                )
+            raise coded(
+                OperatorError,
+                "HP308",
+                f"{self._called.name}: rank {layout.mesh.rank} got a result of shape {tuple(local.shape)}, but by "
+                f"the rule it is {tuple(self._expected[number])} of {shape} in {layout}; the rule or the function "
+                "is wrong",
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
 
@@ -427,11 +426,10 @@ class Whole:
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         if MODES.strict and not self._scalars:
-            raise OperatorError(
-                coded(
-                    "HP303",
-                    f"{self._called.name}: no rule, and strict mode does not run it on whole tensors",
-                )
+            raise coded(
+                OperatorError,
+                "HP303",
+                f"{self._called.name}: no rule, and strict mode does not run it on whole tensors",
             )
         wholes = []
         for number, tensor in enumerate(tensors):
@@ -492,11 +490,10 @@ class Back:
         refuse_copy(self._called.name, tensors[0])
         func = platform.operator(self._called.name)
         if platform.called(func).inplace:
-            raise OperatorError(
-                coded(
-                    "HP310",
-                    f"{self._called.name}: there is no operator that leaves its target alone",
-                )
+            raise coded(
+                OperatorError,
+                "HP310",
+                f"{self._called.name}: there is no operator that leaves its target alone",
             )
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         return copied_back(tensors[0], self._dispatch(func, args, kwargs))
@@ -629,11 +626,10 @@ class Into:
             if platform.is_floating_point(result) and not platform.is_floating_point(
                 target
             ):
-                raise OperatorError(
-                    coded(
-                        "HP310",
-                        f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}",
-                    )
+                raise coded(
+                    OperatorError,
+                    "HP310",
+                    f"{self._called.name}: a result of {result.dtype} does not go into {target.dtype}",
                 )
             copied_back(target, result)
         return out
@@ -642,11 +638,10 @@ class Into:
 def copied_back(target: DTensor, result: DTensor) -> DTensor:
     """The target with the result's values, in its own layout."""
     if result._shape != target._shape:
-        raise ValueError(
-            coded(
-                "HP310",
-                f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}",
-            )
+        raise coded(
+            ValueError,
+            "HP310",
+            f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}",
         )
     hold(target, platform.changed(target._local, local_for(result, target._layout)))
     return target

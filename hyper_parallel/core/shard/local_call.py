@@ -55,11 +55,10 @@ def run_between(
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
     if len(outputs) != len(found):
-        raise ValueError(
-            coded(
-                "HP308",
-                f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}",
-            )
+        raise coded(
+            ValueError,
+            "HP308",
+            f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}",
         )
     wrapped = [
         wrap_result(name, value, layout, even)
@@ -144,11 +143,10 @@ def _agreed_shape(name: str, local: Sequence[int], layout: Layout) -> tuple[int,
         layout.local_shape(whole, layout.mesh.coordinate_of(rank)) != shapes[rank]
         for rank in shapes
     ):
-        raise ValueError(
-            coded(
-                "HP308",
-                f"{name}: the shards' shapes {shapes} do not make a tensor of shape {tuple(whole)} in {layout}; rank "
-                f"{layout.mesh.rank} should have {expected}",
-            )
+        raise coded(
+            ValueError,
+            "HP308",
+            f"{name}: the shards' shapes {shapes} do not make a tensor of shape {tuple(whole)} in {layout}; rank "
+            f"{layout.mesh.rank} should have {expected}",
         )
     return tuple(whole)

@@ -91,11 +91,10 @@ class _Call:
             ("in_grad_placements", self._grads),
         ):
             if given is not None and len(given) != count:
-                raise ValueError(
-                    coded(
-                        "HP317",
-                        f"{self.name}: expected {what} for {count} arguments, got {len(given)}: {given}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP317",
+                    f"{self.name}: expected {what} for {count} arguments, got {len(given)}: {given}",
                 )
 
     def take(self, number: int, value: Any) -> tuple[Any, bool]:
@@ -103,45 +102,41 @@ class _Call:
         wanted = None if self._placements is None else self._placements[number]
         if not isinstance(value, DTensor):
             if wanted is not None and not platform.is_tensor(value):
-                raise TypeError(
-                    coded(
-                        "HP317",
-                        f"{self.name}: argument {number} must be a tensor as in_placements say, got "
-                        f"{type(value).__name__}; give None for what is none",
-                    )
+                raise coded(
+                    TypeError,
+                    "HP317",
+                    f"{self.name}: argument {number} must be a tensor as in_placements say, got "
+                    f"{type(value).__name__}; give None for what is none",
                 )
             return value, True
         if self._placements is not None:
             value = self._placed(number, value, wanted)
         grads = None if self._grads is None else self._grads[number]
         if self._grads is not None and grads is None:
-            raise ValueError(
-                coded(
-                    "HP317",
-                    f"{self.name}: argument {number} is a DTensor; in_grad_placements must say how its "
-                    "gradient lies, or be left out for all",
-                )
+            raise coded(
+                ValueError,
+                "HP317",
+                f"{self.name}: argument {number} is a DTensor; in_grad_placements must say how its "
+                "gradient lies, or be left out for all",
             )
         return value.to_local(grad_placements=grads), is_even(value.shape, value.layout)
 
     def _placed(self, number: int, value: DTensor, wanted: Any) -> DTensor:
         if wanted is None:
-            raise ValueError(
-                coded(
-                    "HP317",
-                    f"{self.name}: argument {number} is a DTensor in {value.layout}, but in_placements say None for it",
-                )
+            raise coded(
+                ValueError,
+                "HP317",
+                f"{self.name}: argument {number} is a DTensor in {value.layout}, but in_placements say None for it",
             )
         layout = layout_of(value.device_mesh, wanted, len(value.shape))
         if layout is value.layout:
             return value
         if not self._redistribute:
-            raise ValueError(
-                coded(
-                    "HP317",
-                    f"{self.name}: argument {number} lies in {value.layout}, expected {layout}; redistribute() it, or "
-                    "pass redistribute_inputs=True",
-                )
+            raise coded(
+                ValueError,
+                "HP317",
+                f"{self.name}: argument {number} lies in {value.layout}, expected {layout}; redistribute() it, or "
+                "pass redistribute_inputs=True",
             )
         return value.redistribute(None, layout)
 
@@ -153,22 +148,20 @@ class _Call:
         expected = placements if several else (placements,)
         found = _leaves(made)
         if len(found) != len(expected):
-            raise ValueError(
-                coded(
-                    "HP308",
-                    f"{self.name}: expected placements for each of its {len(found)} results, got {len(expected)}",
-                )
+            raise coded(
+                ValueError,
+                "HP308",
+                f"{self.name}: expected placements for each of its {len(found)} results, got {len(expected)}",
             )
         for number, (value, wanted) in enumerate(zip(found, expected, strict=True)):
             if isinstance(value, DTensor) or (
                 wanted is not None and not platform.is_tensor(value)
             ):
-                raise TypeError(
-                    coded(
-                        "HP308",
-                        f"{self.name}: result {number} must be a plain tensor as out_placements say, got "
-                        f"{type(value).__name__}",
-                    )
+                raise coded(
+                    TypeError,
+                    "HP308",
+                    f"{self.name}: result {number} must be a plain tensor as out_placements say, got "
+                    f"{type(value).__name__}",
                 )
         layouts = (
             _layout(mesh, wanted, value)

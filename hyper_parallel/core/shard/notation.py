@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import hint
 
 WHOLE = "!"
 LOOKED_UP = "@"
@@ -36,8 +36,9 @@ class NotationError(ValueError):
     """A rule's text that cannot be read; ``position`` is the place in ``text``."""
 
     def __init__(self, text: str, position: int, problem: str) -> None:
-        told = coded("HP301", f"rule {text!r}, column {position + 1}: {problem}")
-        super().__init__(f"{told}\n    {text}\n    {' ' * position}^")
+        headline = f"rule {text!r}, column {position + 1}: {problem}{hint('HP301')}"
+        super().__init__(f"{headline}\n    {text}\n    {' ' * position}^")
+        self.code = "HP301"
         self.text = text
         self.position = position
 

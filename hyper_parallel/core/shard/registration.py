@@ -47,12 +47,11 @@ def register_sharding(op: Any) -> Callable[[Shardings], Shardings]:
         for one in op if isinstance(op, (list, tuple)) else [op]:
             called = platform.called(one)
             if called.inplace:
-                raise ValueError(
-                    coded(
-                        "HP321",
-                        f"register_sharding: {called.name} changes its argument in place, which must stay as it lies; "
-                        "give it a rule by operator() instead",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP321",
+                    f"register_sharding: {called.name} changes its argument in place, which must stay as it lies; "
+                    "give it a rule by operator() instead",
                 )
             operator(
                 called.name, "*args", direct=_Registered(called.name, shardings).run
@@ -108,22 +107,20 @@ class _Registered:
             if len(placements) != len(tensors) or not all(
                 isinstance(one, Placement) for one in placements
             ):
-                raise ValueError(
-                    coded(
-                        "HP321",
-                        f"{self._name}: its sharding function must give a placement for each of {len(tensors)} "
-                        f"tensors among the arguments, got {list(operands)!r}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP321",
+                    f"{self._name}: its sharding function must give a placement for each of {len(tensors)} "
+                    f"tensors among the arguments, got {list(operands)!r}",
                 )
             found.append(_Option(tuple(results), placements))
         counts = {len(option.results) for option in found}
         if len(counts) != 1:
-            raise ValueError(
-                coded(
-                    "HP321",
-                    f"{self._name}: its sharding function must give at least one entry, all with as many results; got "
-                    f"{found!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP321",
+                f"{self._name}: its sharding function must give at least one entry, all with as many results; got "
+                f"{found!r}",
             )
         whole = tuple(None if one is None else Replicate() for one in found[0].results)
         return [*found, _Option(whole, (Replicate(),) * len(tensors))]

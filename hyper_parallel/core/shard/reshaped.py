@@ -34,12 +34,11 @@ class Reshaped:
             platform.operator(self._name), (before, *args[1:]), kwargs
         )
         if view._copy_of is not None:
-            raise OperatorError(
-                coded(
-                    "HP310",
-                    f"{self._name}_: in {target.layout} data would have to move, and the target's views would not "
-                    f"follow; use {self._name}(), or redistribute() first",
-                )
+            raise coded(
+                OperatorError,
+                "HP310",
+                f"{self._name}_: in {target.layout} data would have to move, and the target's views would not "
+                f"follow; use {self._name}(), or redistribute() first",
             )
         if self._name == "squeeze":
             args, kwargs = (target, _squeezed(target._shape, *args[1:], **kwargs)), {}

@@ -166,7 +166,7 @@ class Rule:
     def require(self, condition: bool, problem: str) -> None:
         """Raises a ValueError that names the rule unless the condition holds."""
         if not condition:
-            raise ValueError(coded("HP302", f"rule {self.text!r}: {problem}"))
+            raise coded(ValueError, "HP302", f"rule {self.text!r}: {problem}")
 
     def _settings(self) -> Iterator[tuple[str, object, Sequence[object]]]:
         yield "reduce", self.reduce, REDUCE_OPS

@@ -47,11 +47,10 @@ def shard_module(
 ) -> Any:
     """Puts a module on a mesh; parameters that the plan does not name stay as they are."""
     if not isinstance(sharding_plan, ShardingPlan):
-        raise TypeError(
-            coded(
-                "HP411",
-                f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}",
-            )
+        raise coded(
+            TypeError,
+            "HP411",
+            f"shard_module: expected a ShardingPlan, got {type(sharding_plan).__name__}",
         )
     parameters = platform.parameters_dict(model)
     for pattern, placements in sharding_plan.plan.items():
@@ -82,8 +81,8 @@ def _matching(kind: str, pattern: str, names: Iterable[str]) -> list[str]:
     known = list(names)
     found = matching(pattern, known)
     if not found:
-        raise ValueError(
-            coded("HP411", f"shard_module: {no_match(kind, pattern, known)}")
+        raise coded(
+            ValueError, "HP411", f"shard_module: {no_match(kind, pattern, known)}"
         )
     return found
 
@@ -113,11 +112,10 @@ def _shard_parameter(model: Any, name: str, mesh: Any, placements: Any) -> None:
     assert found is not None
     parameter = found[2]
     if isinstance(parameter, DTensor):
-        raise ValueError(
-            coded(
-                "HP411",
-                f"shard_module: parameter {name} already lies in {parameter.layout}",
-            )
+        raise coded(
+            ValueError,
+            "HP411",
+            f"shard_module: parameter {name} already lies in {parameter.layout}",
         )
     platform.update_parameter_by_name(
         model, found, distribute_tensor(parameter, mesh, placements)

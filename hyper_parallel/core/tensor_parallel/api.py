@@ -19,7 +19,7 @@ from hyper_parallel.core.shard.sharding_plan import matching, no_match
 from hyper_parallel.core.tensor_parallel.style import ParallelStyle
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.error_codes import coded, prefixed
 
 platform = get_platform()
 logger = logging.getLogger(__name__)
@@ -43,11 +43,10 @@ def parallelize_module(
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     if mesh.ndim != 1:
         axis = (mesh.mesh_dim_names or ("tp",))[-1]
-        raise ValueError(
-            coded(
-                "HP401",
-                f"parallelize_module: expected a mesh of one axis, got {mesh}; take one of its axes, mesh[{axis!r}]",
-            )
+        raise coded(
+            ValueError,
+            "HP401",
+            f"parallelize_module: expected a mesh of one axis, got {mesh}; take one of its axes, mesh[{axis!r}]",
         )
     plan = _plan_of(parallelize_plan)
     if not plan:
@@ -75,12 +74,11 @@ def _plan_of(given: Any) -> Mapping[str, Any]:
     if isinstance(given, ParallelStyle):
         return {"": given}
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(
-            coded(
-                "HP402",
-                "parallelize_module: expected a style, or a dict from the names of modules to styles such as "
-                f'{{"layers.*.up": ColwiseParallel()}}, got a {type(given).__name__}',
-            )
+        raise coded(
+            TypeError,
+            "HP402",
+            "parallelize_module: expected a style, or a dict from the names of modules to styles such as "
+            f'{{"layers.*.up": ColwiseParallel()}}, got a {type(given).__name__}',
         )
     return given or {}
 
@@ -102,13 +100,12 @@ def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> Non
         }
         for pattern in plan:
             if matching(pattern, plain_names):
-                raise ValueError(
-                    coded(
-                        "HP414",
-                        f"parallelize_module: {pattern!r} means {outer or 'the module itself'}, or a module in it, "
-                        "whose calls torch.compile has compiled; distributed tensors cannot be traced: put the model "
-                        "on the mesh without torch.compile, and compile functions of plain shards in it",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP414",
+                    f"parallelize_module: {pattern!r} means {outer or 'the module itself'}, or a module in it, "
+                    "whose calls torch.compile has compiled; distributed tensors cannot be traced: put the model "
+                    "on the mesh without torch.compile, and compile functions of plain shards in it",
                 )
 
 
@@ -117,11 +114,10 @@ def _styles(
 ) -> Iterator[tuple[str, ParallelStyle]]:
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise TypeError(
-                coded(
-                    "HP402",
-                    f"parallelize_module: expected a style for {pattern!r}, got {style!r}",
-                )
+            raise coded(
+                TypeError,
+                "HP402",
+                f"parallelize_module: expected a style for {pattern!r}, got {style!r}",
             )
         found = matching(pattern, modules)
         if not found:
@@ -142,7 +138,7 @@ def _apply(module: Any, name: str, style: ParallelStyle, mesh: DeviceMesh) -> No
     try:
         style.apply(module, mesh)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name or 'the module itself'}: {error}") from error
+        raise prefixed(name or "the module itself", error) from error
     setattr(module, _STYLES, (*vars(module).get(_STYLES, ()), str(style)))
 
 

@@ -43,14 +43,13 @@ class ParallelStyle(ABC):
             return
         if isinstance(tensor, DTensor):
             if tensor.layout is not layout_of(mesh, [placement], len(tensor.shape)):
-                raise ValueError(
-                    coded(
-                        "HP405",
-                        f"{type(self).__name__}: {name} of {type(module).__name__} already lies in {tensor.layout} and "
-                        f"cannot lie as {placement} on {mesh}; a module takes one style, and where two share a "
-                        "parameter their styles must agree, as RowwiseParallel for an embedding and ColwiseParallel "
-                        "for a Linear do",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP405",
+                    f"{type(self).__name__}: {name} of {type(module).__name__} already lies in {tensor.layout} and "
+                    f"cannot lie as {placement} on {mesh}; a module takes one style, and where two share a "
+                    "parameter their styles must agree, as RowwiseParallel for an embedding and ColwiseParallel "
+                    "for a Linear do",
                 )
             return
         source = (
@@ -65,11 +64,10 @@ class ParallelStyle(ABC):
 def first_tensor(module: Any, args: tuple[Any, ...]) -> Any:
     """What goes into a module, which is its first argument."""
     if not args or not platform.is_tensor(args[0]):
-        raise ValueError(
-            coded(
-                "HP407",
-                f"{type(module).__name__}: expected a tensor as its first positional argument",
-            )
+        raise coded(
+            ValueError,
+            "HP407",
+            f"{type(module).__name__}: expected a tensor as its first positional argument",
         )
     return args[0]
 
@@ -78,13 +76,12 @@ def own_tensor(module: Any, name: str) -> Any:
     """A parameter or buffer of the module itself."""
     tensors = dict(platform.own_tensors(module))
     if name not in tensors:
-        raise ValueError(
-            coded(
-                "HP407",
-                f"{type(module).__name__} has no {name} of its own, but {', '.join(tensors) or 'no tensors at all'}: "
-                "weight_norm, spectral_norm and other parametrizations compute it anew in every forward; remove them "
-                "first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm)",
-            )
+        raise coded(
+            ValueError,
+            "HP407",
+            f"{type(module).__name__} has no {name} of its own, but {', '.join(tensors) or 'no tensors at all'}: "
+            "weight_norm, spectral_norm and other parametrizations compute it anew in every forward; remove them "
+            "first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm)",
         )
     return tensors[name]
 
@@ -92,11 +89,10 @@ def own_tensor(module: Any, name: str) -> Any:
 def checked_placement(name: str, value: Any) -> Placement | None:
     """The value, if it is a placement or None."""
     if value is not None and not isinstance(value, Placement):
-        raise TypeError(
-            coded(
-                "HP402",
-                f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}",
-            )
+        raise coded(
+            TypeError,
+            "HP402",
+            f"{name}: expected a placement such as Shard(1) or Replicate(), got {value!r}",
         )
     return value
 
@@ -111,19 +107,17 @@ def handed_out(module: Any, value: Any, may_be_uneven: bool = False) -> Any:
     if MODES.replicate_plain and not all(
         placement.is_replicate() for placement in value.placements
     ):
-        raise ValueError(
-            coded(
-                "HP406",
-                f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in "
-                "this model plain tensors are taken for copies; say use_local_output=False for the styles in it",
-            )
+        raise coded(
+            ValueError,
+            "HP406",
+            f"{type(module).__name__}: its output in {value.layout} would be handed out as a plain shard, but in "
+            "this model plain tensors are taken for copies; say use_local_output=False for the styles in it",
         )
     if not may_be_uneven and not is_even(value._layout, tuple(value.shape)):
-        raise ValueError(
-            coded(
-                "HP406",
-                f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
-                "different sizes, from which the next module could not tell the whole; say use_local_output=False",
-            )
+        raise coded(
+            ValueError,
+            "HP406",
+            f"{type(module).__name__}: its output of shape {tuple(value.shape)} in {value.layout} has shards of "
+            "different sizes, from which the next module could not tell the whole; say use_local_output=False",
         )
     return value.to_local()

@@ -70,11 +70,10 @@ def _layout_like(name: str, like: Any, ndim: int, batch_dim: int | None) -> Layo
 def _layout_of(batch: Batch, ndim: int) -> Layout:
     placements: list[Placement] = batch.placements(ndim)
     if batch.axes and not any(isinstance(placement, Shard) for placement in placements):
-        raise ValueError(
-            coded(
-                "HP413",
-                f"local_batch: a tensor of {ndim} dims has no dim {batch.dim} to be the batch's",
-            )
+        raise coded(
+            ValueError,
+            "HP413",
+            f"local_batch: a tensor of {ndim} dims has no dim {batch.dim} to be the batch's",
         )
     return Layout.from_device_mesh(batch.mesh)(placements).bind(ndim)
 
@@ -85,10 +84,9 @@ def _tensor_of(name: str, model: Any) -> DTensor:
         for tensor in platform.parameters_dict(model).values():
             if isinstance(tensor, DTensor):
                 return tensor
-    raise ValueError(
-        coded(
-            "HP413",
-            f"{name}: expected a model that parallelize_module or replicate has put on a mesh, or a distributed "
-            f"tensor, got {type(model).__name__}",
-        )
+    raise coded(
+        ValueError,
+        "HP413",
+        f"{name}: expected a model that parallelize_module or replicate has put on a mesh, or a distributed "
+        f"tensor, got {type(model).__name__}",
     )

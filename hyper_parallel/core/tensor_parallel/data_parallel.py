@@ -43,16 +43,17 @@ def replicate(
     get; None where they are equal.
     """
     if device_mesh.ndim != 1:
-        raise ValueError(
-            coded(
-                "HP401",
-                f"replicate: expected a mesh of one axis, got {device_mesh}; take one of its axes",
-            )
+        raise coded(
+            ValueError,
+            "HP401",
+            f"replicate: expected a mesh of one axis, got {device_mesh}; take one of its axes",
         )
     modules = [one for _, one in platform.get_cells_and_names(module)]
     if any(batch_of(one) is not None for one in modules):
-        raise ValueError(
-            coded("HP408", "replicate: the module is copied along a data axis already")
+        raise coded(
+            ValueError,
+            "HP408",
+            "replicate: the module is copied along a data axis already",
         )
     mesh = _all_axes(modules, device_mesh)
     batch = Batch(mesh, (axis_of(mesh, device_mesh),), batch_dim)
@@ -92,12 +93,11 @@ def _all_axes(modules: list[Any], line: DeviceMesh) -> DeviceMesh:
         for mesh in meshes
         for name in mesh.mesh_dim_names or ("",)
     ):
-        raise ValueError(
-            coded(
-                "HP408",
-                f"replicate: {' and '.join(map(str, meshes))} must be axes of one mesh, cut from it by name as "
-                "mesh['dp']",
-            )
+        raise coded(
+            ValueError,
+            "HP408",
+            f"replicate: {' and '.join(map(str, meshes))} must be axes of one mesh, cut from it by name as "
+            "mesh['dp']",
         )
     return root[tuple(name for name in root.mesh_dim_names or () if name in names)]
 

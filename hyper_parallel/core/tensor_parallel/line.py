@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import coded, without_code
+from hyper_parallel.platform.error_codes import coded, without_hint
 from hyper_parallel.platform.order import first_compared
 
 HYPER_PARALLEL_CHECK_BATCHES = "HYPER_PARALLEL_CHECK_BATCHES"
@@ -160,14 +160,13 @@ def _placed(
     except ValueError as error:
         if not check:
             raise
-        raise ValueError(
-            coded(
-                "HP412",
-                f"{type(module).__name__}: the plain tensors of shape {tuple(value.shape)} and others that went in do "
-                f"not fit together: {without_code(str(error))}. A plain tensor that goes into a model is this rank's "
-                "part of the batch, as large as the others' along a data axis and the same along every other axis: "
-                "give a sampler the place and the size of the data axis, not those of the whole job",
-            )
+        raise coded(
+            ValueError,
+            "HP412",
+            f"{type(module).__name__}: the plain tensors of shape {tuple(value.shape)} and others that went in do "
+            f"not fit together: {without_hint(error)}. A plain tensor that goes into a model is this rank's "
+            "part of the batch, as large as the others' along a data axis and the same along every other axis: "
+            "give a sampler the place and the size of the data axis, not those of the whole job",
         ) from None
 
 
@@ -211,11 +210,10 @@ def axis_of(mesh: DeviceMesh, line: DeviceMesh) -> int:
             if mesh.mesh_dim_names[axis] == line.mesh_dim_names[0]
         ]
     if not found:
-        raise ValueError(
-            coded(
-                "HP409",
-                f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes",
-            )
+        raise coded(
+            ValueError,
+            "HP409",
+            f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes",
         )
     return found[0]
 

@@ -67,13 +67,12 @@ def _placed_target(input: DTensor, target: Any) -> DTensor:
     expected = " or ".join(
         dict.fromkeys(str(layout.local_shape(whole)) for layout in (needed, *others))
     )
-    raise ValueError(
-        coded(
-            "HP410",
-            f"cross_entropy: rank {input.device_mesh.rank} got a plain target of shape {given} for input of shape "
-            f"{shape} in {input.layout}; within loss_parallel() it is this rank's part or the whole, of shape "
-            f"{expected}",
-        )
+    raise coded(
+        ValueError,
+        "HP410",
+        f"cross_entropy: rank {input.device_mesh.rank} got a plain target of shape {given} for input of shape "
+        f"{shape} in {input.layout}; within loss_parallel() it is this rank's part or the whole, of shape "
+        f"{expected}",
     )
 
 

@@ -184,11 +184,10 @@ def _assert_pairs(name: str, have: Any, other: str, want: Any) -> None:
     if (have is None) != (want is None) or (
         have is not None and len(have) != len(want)
     ):
-        raise AssertionError(
-            coded(
-                "HP407",
-                f"{name} and {other} must have one length, got {have} and {want}",
-            )
+        raise coded(
+            AssertionError,
+            "HP407",
+            f"{name} and {other} must have one length, got {have} and {want}",
         )
     if (
         have is not None
@@ -196,11 +195,10 @@ def _assert_pairs(name: str, have: Any, other: str, want: Any) -> None:
         and isinstance(have[0], str)
         and list(have) != list(want)
     ):
-        raise AssertionError(
-            coded(
-                "HP407",
-                f"{name} and {other} must name the same arguments, got {have} and {want}",
-            )
+        raise coded(
+            AssertionError,
+            "HP407",
+            f"{name} and {other} must name the same arguments, got {have} and {want}",
         )
 
 
@@ -227,11 +225,10 @@ def _preparer(
 
     def prepare(module: Any, what: str, value: Any) -> Any:
         if not platform.is_tensor(value):
-            raise ValueError(
-                coded(
-                    "HP407",
-                    f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}",
-                )
+            raise coded(
+                ValueError,
+                "HP407",
+                f"{type(module).__name__}: {what} has the layout {have}, but it is {type(value).__name__}",
             )
         value = take(module, value)
         value = move(value) if move is not None else value
@@ -244,11 +241,10 @@ def _all_prepared(
     module: Any, what: str, values: tuple[Any, ...], prepare: Sequence[Prepare]
 ) -> tuple[Any, ...]:
     if len(values) != len(prepare):
-        raise ValueError(
-            coded(
-                "HP407",
-                f"{type(module).__name__}: {len(prepare)} {what} layouts were given, but it has {len(values)} {what}s",
-            )
+        raise coded(
+            ValueError,
+            "HP407",
+            f"{type(module).__name__}: {len(prepare)} {what} layouts were given, but it has {len(values)} {what}s",
         )
     return tuple(
         one(module, f"{what} {i}", value)

@@ -78,12 +78,11 @@ class _Projected(ParallelStyle):
     def _projection(self, module: Any) -> Projection:
         found = platform.projection(module)
         if found is None:
-            raise TypeError(
-                coded(
-                    "HP403",
-                    f"{type(self).__name__}: expected a linear layer, an embedding or a convolution, got "
-                    f"{type(module).__name__}; apply it to the layers inside, or use another style",
-                )
+            raise coded(
+                TypeError,
+                "HP403",
+                f"{type(self).__name__}: expected a linear layer, an embedding or a convolution, got "
+                f"{type(module).__name__}; apply it to the layers inside, or use another style",
             )
         return found
 
@@ -167,19 +166,17 @@ class ColwiseParallel(_Projected):
 
     def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
         if self.heads is not None and outputs % self.heads:
-            raise ValueError(
-                coded(
-                    "HP404",
-                    f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads",
-                )
+            raise coded(
+                ValueError,
+                "HP404",
+                f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads",
             )
         if self.heads is not None and self.heads % mesh.size():
-            raise ValueError(
-                coded(
-                    "HP404",
-                    f"{type(self).__name__}: {self.heads} heads cannot be shared evenly by the {mesh.size()} ranks of "
-                    f"{mesh}; take a mesh whose size divides the number of heads",
-                )
+            raise coded(
+                ValueError,
+                "HP404",
+                f"{type(self).__name__}: {self.heads} heads cannot be shared evenly by the {mesh.size()} ranks of "
+                f"{mesh}; take a mesh whose size divides the number of heads",
             )
 
 
@@ -217,20 +214,18 @@ class FusedColwiseParallel(ColwiseParallel):
         outputs = own_tensor(module, "weight").shape[self._projection(module).out]
         if isinstance(self.sections, int):
             if outputs % self.sections:
-                raise ValueError(
-                    coded(
-                        "HP404",
-                        f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP404",
+                    f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size",
                 )
             self._sizes = (outputs // self.sections,) * self.sections
         else:
             if sum(self.sections) != outputs:
-                raise ValueError(
-                    coded(
-                        "HP404",
-                        f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP404",
+                    f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs",
                 )
             self._sizes = self.sections
         return super().apply(module, device_mesh)
@@ -244,13 +239,12 @@ class FusedColwiseParallel(ColwiseParallel):
             return
         size, left = divmod(outputs, self.heads)
         if left or any(section % (size * mesh.size()) for section in self._sizes):
-            raise ValueError(
-                coded(
-                    "HP404",
-                    f"FusedColwiseParallel: {self.heads} heads in sections of {self._sizes} cannot be shared evenly by "
-                    f"the {mesh.size()} ranks of {mesh}; take a mesh whose size divides the number of heads of every "
-                    "section",
-                )
+            raise coded(
+                ValueError,
+                "HP404",
+                f"FusedColwiseParallel: {self.heads} heads in sections of {self._sizes} cannot be shared evenly by "
+                f"the {mesh.size()} ranks of {mesh}; take a mesh whose size divides the number of heads of every "
+                "section",
             )
 
 

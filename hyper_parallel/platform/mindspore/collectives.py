@@ -131,11 +131,10 @@ class Collectives(Groups):
         check_reducible(name, data, op)
         size = group.size()
         if data.ndim == 0 or data.shape[0] % size:
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{name}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
             )
         call = Call.on(name, data, op)
         self._announce(lambda: call, group, _share(data, group))
@@ -173,19 +172,17 @@ class Collectives(Groups):
             or input_tensor.shape[0] % size
             or shape[0] % size
         ):
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
-                    f"divisible by the group's {size} ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                f"divisible by the group's {size} ranks",
             )
         if math.prod(shape) != input_tensor.size:
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{call}: output_shape {shape} does not hold the input's {input_tensor.size} elements",
             )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
         if async_op:
@@ -254,12 +251,11 @@ class Collectives(Groups):
         def finish() -> None:
             sender, facts, data = post.await_letter(call, peer, tag, number)
             if facts != _facts(tensor):
-                raise ValueError(
-                    coded(
-                        "HP124",
-                        f"{call}: rank {sender} sent {facts[1]} elements of {facts[0]}, but the tensor has "
-                        f"{tensor.size} of {dtype_name(tensor)}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP124",
+                    f"{call}: rank {sender} sent {facts[1]} elements of {facts[0]}, but the tensor has "
+                    f"{tensor.size} of {dtype_name(tensor)}",
                 )
             self._write(tensor, data)
 
@@ -297,11 +293,10 @@ class Collectives(Groups):
         sender, _, data = post.await_letter(call, peer, _OBJECTS, number)
         found = pickle.loads(data)  # noqa: S301 - from a rank of our own job
         if len(found) != len(obj_list):
-            raise ValueError(
-                coded(
-                    "HP124",
-                    f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots",
-                )
+            raise coded(
+                ValueError,
+                "HP124",
+                f"{call}: rank {sender} sent {len(found)} objects, but the list has {len(obj_list)} slots",
             )
         obj_list[:] = found
         return sender
@@ -313,12 +308,11 @@ class Collectives(Groups):
         name = "all_gather_object"
         resolved = self._group(name, group)
         if len(object_list) != resolved.size():
-            raise ValueError(
-                coded(
-                    "HP124",
-                    f"{name}: object_list needs one slot for each of the {resolved.size()} ranks, got "
-                    f"{len(object_list)}",
-                )
+            raise coded(
+                ValueError,
+                "HP124",
+                f"{name}: object_list needs one slot for each of the {resolved.size()} ranks, got "
+                f"{len(object_list)}",
             )
         self._announce(lambda: Call(name), resolved)
         if self._is_native():
@@ -382,11 +376,10 @@ class Collectives(Groups):
         post.send(peer, _EXCHANGE, ours, self._read(tensor))
         _, theirs, data = post.await_letter(name, peer, _EXCHANGE, number)
         if theirs != ours:
-            raise ValueError(
-                coded(
-                    "HP124",
-                    f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}",
-                )
+            raise coded(
+                ValueError,
+                "HP124",
+                f"{name}: it has {theirs[0]} {theirs[2]}, this rank {ours[0]} {ours[2]}",
             )
         self._write(output, data)
         return output
@@ -483,18 +476,17 @@ class Collectives(Groups):
 
     def _check_member(self, call: str, name: str, rank: Any, group: Group) -> int:
         if rank not in group.ranks or isinstance(rank, bool):
-            raise ValueError(
-                coded(
-                    "HP122",
-                    f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP122",
+                f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}",
             )
         return int(rank)
 
     def _check_peer(self, call: str, name: str, rank: Any, group: Group) -> int:
         if self._check_member(call, name, rank, group) == self.get_rank():
-            raise ValueError(
-                coded("HP122", f"{call}: {name} is this rank, {rank}, itself")
+            raise coded(
+                ValueError, "HP122", f"{call}: {name} is this rank, {rank}, itself"
             )
         return int(rank)
 
@@ -502,36 +494,33 @@ class Collectives(Groups):
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, mindspore.Tensor):
-        raise TypeError(
-            coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}")
+        raise coded(
+            TypeError, "HP120", f"{call}: expected a tensor, got {type(data).__name__}"
         )
 
 
 def check_reducible(call: str, data: Any, op: str) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in REDUCE_OPS:
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
         )
     kind = dtype_name(data)
     if op == "avg" and not kind.startswith(("float", "bfloat", "complex")):
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide",
         )
     if kind.startswith("complex") and op in ("max", "min", "prod"):
-        raise ValueError(coded("HP121", f"{call}: {op} is not defined for {kind}"))
+        raise coded(ValueError, "HP121", f"{call}: {op} is not defined for {kind}")
     if kind.startswith("float8"):
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32",
         )
 
 

@@ -63,11 +63,10 @@ class DeferredInit(Platform):
         """
         where = device_name(device)
         if where not in (META, self.device()):
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}",
             )
         return _deferring(include_buffers) if where == META else nullcontext()
 
@@ -78,22 +77,20 @@ class DeferredInit(Platform):
         no more than one whole parameter is held at a time. Others are a ValueError: nobody knows their initialiser.
         """
         if not isinstance(module, nn.Cell):
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_parameters: expected a mindspore.nn.Cell, got {module!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_parameters: expected a mindspore.nn.Cell, got {module!r}",
             )
         if (
             not isinstance(stage_index, int)
             or isinstance(stage_index, bool)
             or stage_index < 0
         ):
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
             )
         tensors = [*module.parameters_and_names(), *module.named_buffers()]
         empty = {
@@ -104,12 +101,11 @@ class DeferredInit(Platform):
         if lost := [
             name for name, tensor in empty.items() if self._draw_of(tensor) is None
         ]:
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_parameters: nobody knows how to initialise {', '.join(lost)}: they have no data and no "
-                    "initialiser. Build the Cell under init_on_device(meta_device), or load them.",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_parameters: nobody knows how to initialise {', '.join(lost)}: they have no data and no "
+                "initialiser. Build the Cell under init_on_device(meta_device), or load them.",
             )
         for tensor in empty.values():
             draw = self._draw_of(tensor)

@@ -271,12 +271,11 @@ def _off_meta(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if 0 not in value.shape:
-        raise NotImplementedError(
-            coded(
-                "HP314",
-                f"MindSpore's {name} is not known to be right where a shard is empty: its result has the shape "
-                f"{tuple(value.shape)}; take a mesh that leaves every rank something of the tensor",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP314",
+            f"MindSpore's {name} is not known to be right where a shard is empty: its result has the shape "
+            f"{tuple(value.shape)}; take a mesh that leaves every rank something of the tensor",
         )
     return filled(value.shape, 0, value.dtype)
 

@@ -33,13 +33,12 @@ def _first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *gradients: Any) -> Any:
         # The same on all ranks: it is the state of the tape, and not that of a shard.
         if private.executor().requires_grad():
-            raise NotImplementedError(
-                coded(
-                    "HP142",
-                    "gradients of gradients of distributed tensors are not supported on MindSpore, whose own operators "
-                    "(matmul, mean) have wrong second derivatives; take them with PyTorch, or compute the first "
-                    "gradient by a formula",
-                )
+            raise coded(
+                NotImplementedError,
+                "HP142",
+                "gradients of gradients of distributed tensors are not supported on MindSpore, whose own operators "
+                "(matmul, mean) have wrong second derivatives; take them with PyTorch, or compute the first "
+                "gradient by a formula",
             )
         return backward(ctx, *gradients)
 

@@ -107,18 +107,16 @@ class Gradients(Platform):
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
-                )
+            raise coded(
+                ValueError,
+                "HP135",
+                f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
             )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
-                )
+            raise coded(
+                ValueError,
+                "HP135",
+                f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
             )
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = {}
@@ -138,12 +136,11 @@ class Gradients(Platform):
             _widest(norms.values()),
         )
         if error_if_nonfinite and not math.isfinite(total.item()):
-            raise RuntimeError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
-                    "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
-                )
+            raise coded(
+                RuntimeError,
+                "HP135",
+                f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
+                "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
             )
         factor = mint.clamp(max_norm / (total + 1e-6), max=1.0)
         gradients = [
@@ -188,12 +185,11 @@ def _all_held(parameters: Any) -> list[_Held]:
 def _held(param: Any, grad: Any) -> _Held:
     for value in (param, *(() if grad is None else (grad,))):
         if not isinstance(value, Tensor):
-            raise TypeError(
-                coded(
-                    "HP135",
-                    "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
-                    f"gradient), found {type(value).__name__} in it",
-                )
+            raise coded(
+                TypeError,
+                "HP135",
+                "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
+                f"gradient), found {type(value).__name__} in it",
             )
     grad = param._grad if grad is None else grad
     if (
@@ -201,12 +197,11 @@ def _held(param: Any, grad: Any) -> _Held:
         and not isinstance(param, Parameter)
         and not private.requires_grad(param)
     ):
-        raise ValueError(
-            coded(
-                "HP135",
-                f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
-                "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
-            )
+        raise coded(
+            ValueError,
+            "HP135",
+            f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
+            "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
         )
     layout = next(
         (tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)),
@@ -216,24 +211,22 @@ def _held(param: Any, grad: Any) -> _Held:
         x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param)
     )
     if isinstance(grad, DTensorBase) and grad.layout.is_partial():
-        raise ValueError(
-            coded(
-                "HP135",
-                f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
-                f"{layout}; a norm needs the values: call reduce_partial() on it first",
-            )
+        raise coded(
+            ValueError,
+            "HP135",
+            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
+            f"{layout}; a norm needs the values: call reduce_partial() on it first",
         )
     if (
         local is not None
         and not isinstance(grad, DTensorBase)
         and local.shape != own.shape
     ):
-        raise ValueError(
-            coded(
-                "HP135",
-                f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this "
-                f"rank has {tuple(own.shape)}",
-            )
+        raise coded(
+            ValueError,
+            "HP135",
+            f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this "
+            f"rank has {tuple(own.shape)}",
         )
     ranks = (
         ()

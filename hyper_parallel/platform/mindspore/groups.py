@@ -58,11 +58,10 @@ class Groups(Platform):
     def get_global_rank(self, group: Any, group_rank: int) -> int:
         ranks = self.get_process_group_ranks(group)
         if not isinstance(group_rank, int) or not 0 <= group_rank < len(ranks):
-            raise ValueError(
-                coded(
-                    "HP105",
-                    f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP105",
+                f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}",
             )
         return ranks[group_rank]
 
@@ -96,11 +95,10 @@ class Groups(Platform):
             self._join_hccl(init_method, seconds, world_size, rank, store)
             return
         if backend not in (None, "mccl"):
-            raise ValueError(
-                coded(
-                    "HP106",
-                    f"init_process_group: MindSpore's backend on a CPU is mccl, got {backend!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP106",
+                f"init_process_group: MindSpore's backend on a CPU is mccl, got {backend!r}",
             )
         rank, size, found = self._place(init_method, seconds, world_size, rank, store)
         part = found.under(
@@ -112,13 +110,12 @@ class Groups(Platform):
         if missing := job.wait_for(
             job.world, came.signed, seconds, "init_process_group"
         ):
-            raise CommunicationError(
-                coded(
-                    "HP110",
-                    f"init_process_group: rank {rank} could not join the job of {size} ranks: after {seconds:g} s "
-                    f"ranks {sorted(missing)} had not come. Check that every rank was started and reaches the same "
-                    "address; timeout= says how long to wait.",
-                ),
+            raise coded(
+                CommunicationError,
+                "HP110",
+                f"init_process_group: rank {rank} could not join the job of {size} ranks: after {seconds:g} s "
+                f"ranks {sorted(missing)} had not come. Check that every rank was started and reaches the same "
+                "address; timeout= says how long to wait.",
                 collective="init_process_group",
                 ranks=tuple(job.world),
                 missing=tuple(sorted(missing)),
@@ -142,11 +139,10 @@ class Groups(Platform):
         """(rank, number of ranks, store), from the arguments, from MindSpore's launcher or from the environment."""
         if store is not None:
             if rank < 0 or size < 1:
-                raise ValueError(
-                    coded(
-                        "HP106",
-                        "init_process_group: store= needs rank= and world_size=",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP106",
+                    "init_process_group: store= needs rank= and world_size=",
                 )
             return rank, size, store if isinstance(store, Store) else Store(store)
         if init_method is None and (GlobalComm.INITED or "MS_WORKER_NUM" in os.environ):
@@ -156,12 +152,11 @@ class Groups(Platform):
         else:
             for name in _VARIABLES:
                 if name not in os.environ:
-                    raise ValueError(
-                        coded(
-                            "HP106",
-                            f"init_process_group: environment variable {name} expected, but not set. Start the program "
-                            "with msrun, or pass rank=, world_size= and init_method='tcp://host:port' or store=",
-                        )
+                    raise coded(
+                        ValueError,
+                        "HP106",
+                        f"init_process_group: environment variable {name} expected, but not set. Start the program "
+                        "with msrun, or pass rank=, world_size= and init_method='tcp://host:port' or store=",
                     )
             host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         rank = rank if rank >= 0 else int(os.environ["RANK"])
@@ -231,11 +226,10 @@ class Groups(Platform):
         group_desc: str | None = None,
     ) -> Any:
         if not split_ranks:
-            raise ValueError(
-                coded(
-                    "HP105",
-                    f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP105",
+                f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
             )
         lists = self._global_rank_lists(parent_pg, split_ranks)
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
@@ -257,12 +251,11 @@ class Groups(Platform):
                 r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)
             ]
             if not ranks or wrong or seen.intersection(ranks):
-                raise ValueError(
-                    coded(
-                        "HP105",
-                        f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, "
-                        f"none in two lists; got {[list(r) for r in split_ranks]}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP105",
+                    f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, "
+                    f"none in two lists; got {[list(r) for r in split_ranks]}",
                 )
             seen.update(ranks)
             lists.append(self._checked_ranks("split_group", [parent[r] for r in ranks]))
@@ -302,11 +295,10 @@ class Groups(Platform):
         """The group meant by ``group``: None, a group or an object that has one; else an error."""
         if group is None:
             if self._world is None:
-                raise RuntimeError(
-                    coded(
-                        "HP103",
-                        f"{call}: there is no process group; call init_process_group() first",
-                    )
+                raise coded(
+                    RuntimeError,
+                    "HP103",
+                    f"{call}: there is no process group; call init_process_group() first",
                 )
             return self._world
         if isinstance(group, Group):
@@ -314,11 +306,10 @@ class Groups(Platform):
         if (
             group == ""
         ):  # what MindSpore's new_group returns to a rank that is not in it
-            raise ValueError(
-                coded(
-                    "HP104",
-                    f"{call}: rank {self.get_rank()} is not a member of that group",
-                )
+            raise coded(
+                ValueError,
+                "HP104",
+                f"{call}: rank {self.get_rank()} is not a member of that group",
             )
         held = self._made_by_user(group) if isinstance(group, str) else None
         for attribute in ("group", "process_group"):
@@ -327,12 +318,11 @@ class Groups(Platform):
         if held is None and callable(getattr(group, "get_group", None)):
             return self._group(call, group.get_group())
         if held is None:
-            raise TypeError(
-                coded(
-                    "HP104",
-                    f"{call}: expected a process group, an object with a group, or None for the default group, got "
-                    f"{type(group).__name__} {group!r}",
-                )
+            raise coded(
+                TypeError,
+                "HP104",
+                f"{call}: expected a process group, an object with a group, or None for the default group, got "
+                f"{type(group).__name__} {group!r}",
             )
         return held
 
@@ -374,12 +364,11 @@ def _join_mccl(job: Job) -> None:
             mindspore.communication.get_group_size(),
         )
         if before != (job.rank, job.size):
-            raise RuntimeError(
-                coded(
-                    "HP106",
-                    f"init_process_group: this process was rank {before[0]} of {before[1]} and would be rank "
-                    f"{job.rank} of {job.size}; MindSpore joins one job in the life of a process. Start new processes.",
-                )
+            raise coded(
+                RuntimeError,
+                "HP106",
+                f"init_process_group: this process was rank {before[0]} of {before[1]} and would be rank "
+                f"{job.rank} of {job.size}; MindSpore joins one job in the life of a process. Start new processes.",
             )
         return
     timeout, opened = job.timeout, Roll(job.store, "mccl/opened", job.world)
@@ -465,9 +454,8 @@ def _seconds(timeout: Any) -> float | None:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, (int, float)) and seconds > 0:
         return float(seconds)
-    raise ValueError(
-        coded(
-            "HP106",
-            f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
-        )
+    raise coded(
+        ValueError,
+        "HP106",
+        f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
     )

@@ -90,7 +90,9 @@ def gather_objects(objects: list[Any], own: Any, group: str) -> None:
 
 def _named(call: str, src: int | None) -> int:
     if src is None:
-        raise ValueError(
-            coded("HP122", f"{call}: hccl cannot receive from whoever sends; pass src=")
+        raise coded(
+            ValueError,
+            "HP122",
+            f"{call}: hccl cannot receive from whoever sends; pass src=",
         )
     return src

@@ -26,10 +26,9 @@ class Interop(Platform):
 
 
 def _refuse(call: str, what: str) -> NoReturn:
-    raise TypeError(
-        coded(
-            "HP228",
-            f"{call}: MindSpore has no distributed tensors or meshes of its own to exchange with, got {what}; use "
-            "hyper_parallel.DTensor.from_local and to_local with plain tensors",
-        )
+    raise coded(
+        TypeError,
+        "HP228",
+        f"{call}: MindSpore has no distributed tensors or meshes of its own to exchange with, got {what}; use "
+        "hyper_parallel.DTensor.from_local and to_local with plain tensors",
     )

@@ -87,11 +87,10 @@ class Group(str):  # noqa: SLOT000 - it has attributes beside its name
         return self._rank
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            coded(
-                "HP104",
-                f"group {str(self)!r} belongs to this process and cannot be pickled",
-            )
+        raise coded(
+            TypeError,
+            "HP104",
+            f"group {str(self)!r} belongs to this process and cannot be pickled",
         )
 
 

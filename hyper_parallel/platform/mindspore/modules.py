@@ -64,11 +64,10 @@ class Modules(Tensors):
     ) -> None:
         owner, name, old = result
         if name not in private.own_parameters(owner):
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}",
             )
         new = self._parameter_like(old, new_param)
         # Every place that shares the old parameter gets the new one, so that tied weights stay tied.
@@ -95,19 +94,17 @@ class Modules(Tensors):
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
             )
         if layout.is_partial():
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                    f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
+                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
             )
         shape = tuple(param.shape)
         if self.is_meta(param):
@@ -142,12 +139,11 @@ class Modules(Tensors):
     def load_into_param(self, param: Any, data: Any) -> None:
         target = self._local(param)
         if self.is_meta(target):
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
-                    "hold data; call init_parameters(module, stage_index) first",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
+                "hold data; call init_parameters(module, stage_index) first",
             )
         self.copy_into(target, self.detach(self._fitting(param, data)))
 
@@ -179,11 +175,10 @@ class Modules(Tensors):
                 if len(fits) > 1
                 else f"does not fit {fits[0]}"
             )
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
             )
         if tuple(source.shape) == tuple(self._local(param).shape):
             return source
@@ -308,11 +303,10 @@ class Modules(Tensors):
             name for name, value in state.items() if not self.is_tensor(value)
         )
         if wrong:
-            raise ValueError(
-                coded(
-                    "HP134",
-                    f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
-                )
+            raise coded(
+                ValueError,
+                "HP134",
+                f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
             )
         tensors = {name: self.host_tensor(value) for name, value in state.items()}
         target = Path(file_path)
@@ -337,22 +331,20 @@ class Modules(Tensors):
         try:
             found = deserialize(Path(file_path).read_bytes())
         except SafetensorError as error:
-            raise ValueError(
-                coded(
-                    "HP134",
-                    f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
-                )
+            raise coded(
+                ValueError,
+                "HP134",
+                f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
             ) from error
         return {name: self._stored(name, entry, file_path) for name, entry in found}
 
     def _stored(self, name: str, entry: dict[str, Any], path: Any) -> Any:
         names = {stored: dtype for dtype, stored in _STORED.items()}
         if entry["dtype"] not in names:
-            raise ValueError(
-                coded(
-                    "HP134",
-                    f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have",
-                )
+            raise coded(
+                ValueError,
+                "HP134",
+                f"load_checkpoint: {name} in {path} is of {entry['dtype']}, which MindSpore does not have",
             )
         return self.tensor_from_bytes(
             np.array(bytearray(entry["data"])), names[entry["dtype"]], entry["shape"]
@@ -383,11 +375,10 @@ def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
 
 def _check_format(call: str, ckpt_format: str) -> None:
     if ckpt_format != "safetensors":
-        raise ValueError(
-            coded(
-                "HP134",
-                f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP134",
+            f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}",
         )
 
 

@@ -66,12 +66,11 @@ def parts(
     elif isinstance(optimizer, nn.Optimizer):
         groups = _groups(optimizer)
     else:
-        raise TypeError(
-            coded(
-                "HP140",
-                "optimizer_parts: expected an optimizer of mindspore.experimental.optim or mindspore.nn, got "
-                f"{type(optimizer).__name__}",
-            )
+        raise coded(
+            TypeError,
+            "HP140",
+            "optimizer_parts: expected an optimizer of mindspore.experimental.optim or mindspore.nn, got "
+            f"{type(optimizer).__name__}",
         )
     return groups, State(optimizer, groups, copy_into)
 
@@ -84,12 +83,11 @@ def refuse_idle(optimizer: Any) -> None:
     )
     if is_mint and mindspore.get_context("device_target") == "CPU":
         name = type(optimizer).__name__
-        raise RuntimeError(
-            coded(
-                "HP140",
-                f"mindspore.mint.optim.{name} does not change any weight on a CPU; use "
-                f"mindspore.experimental.optim.{name.removeprefix('Fused')}, which does",
-            )
+        raise coded(
+            RuntimeError,
+            "HP140",
+            f"mindspore.mint.optim.{name} does not change any weight on a CPU; use "
+            f"mindspore.experimental.optim.{name.removeprefix('Fused')}, which does",
         )
 
 
@@ -197,11 +195,10 @@ class State(MutableMapping[Any, dict[str, Any]]):
     def __setitem__(self, parameter: Any, values: dict[str, Any]) -> None:
         own = self._own(parameter)
         if unknown := sorted(values.keys() - own.keys()):
-            raise ValueError(
-                coded(
-                    "HP140",
-                    f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}",
-                )
+            raise coded(
+                ValueError,
+                "HP140",
+                f"{self._name} of MindSpore keeps no {unknown[0]!r} of a parameter; it has {sorted(own)}",
             )
         if (
             "momentum_buffer" in values
@@ -220,12 +217,11 @@ class State(MutableMapping[Any, dict[str, Any]]):
             number = value.asnumpy().tolist()
             before, first = self._given.setdefault(name, (number, parameter))
             if before != number:
-                raise ValueError(
-                    coded(
-                        "HP140",
-                        f"{self._name} of MindSpore keeps one {name!r} for all parameters, got {before} for "
-                        f"{first.name} and {number} for {parameter.name}; load what was saved when both had the same",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP140",
+                    f"{self._name} of MindSpore keeps one {name!r} for all parameters, got {before} for "
+                    f"{first.name} and {number} for {parameter.name}; load what was saved when both had the same",
                 )
 
     def __delitem__(self, parameter: Any) -> None:

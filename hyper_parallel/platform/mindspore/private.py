@@ -22,12 +22,11 @@ def _name(module: str, *path: str) -> Any:
         for step in path:
             found = getattr(found, step)
     except (ImportError, AttributeError) as error:
-        raise ImportError(
-            coded(
-                "HP101",
-                f"MindSpore {mindspore.__version__} has no {'.'.join((module, *path))}, which hyper_parallel needs; it "
-                "is written for mindspore 2.10",
-            )
+        raise coded(
+            ImportError,
+            "HP101",
+            f"MindSpore {mindspore.__version__} has no {'.'.join((module, *path))}, which hyper_parallel needs; it "
+            "is written for mindspore 2.10",
         ) from error
     return found
 

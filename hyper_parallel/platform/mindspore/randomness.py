@@ -82,13 +82,12 @@ def state() -> NDArray[np.uint8]:
     ]
     text = json.dumps([_Ours.seed, _Ours.drawn, seeds._GLOBAL_SEED, kernels]).encode()
     if len(text) > STATE_BYTES:
-        raise RuntimeError(
-            coded(
-                "HP139",
-                f"the state of MindSpore's generators takes {len(text)} bytes, more than the {STATE_BYTES} that are "
-                f"kept: {len(kernels)} random operators with seeds of their own are in use; let them follow the "
-                "global seed",
-            )
+        raise coded(
+            RuntimeError,
+            "HP139",
+            f"the state of MindSpore's generators takes {len(text)} bytes, more than the {STATE_BYTES} that are "
+            f"kept: {len(kernels)} random operators with seeds of their own are in use; let them follow the "
+            "global seed",
         )
     return np.frombuffer(text.ljust(STATE_BYTES), np.uint8).copy()
 
@@ -99,11 +98,10 @@ def put_back(found: NDArray[np.uint8]) -> None:
         seed, drawn, global_seed, kernels = json.loads(found.tobytes())
         counts = {(name, op_seed): count for name, op_seed, count in kernels}
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            coded(
-                "HP139",
-                f"set_rng_state: {found.size} bytes that are no state of these generators: {error}",
-            )
+        raise coded(
+            ValueError,
+            "HP139",
+            f"set_rng_state: {found.size} bytes that are no state of these generators: {error}",
         ) from error
     _Ours.seed, _Ours.drawn = seed, drawn
     seeds = private.seeds()

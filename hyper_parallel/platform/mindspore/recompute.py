@@ -40,11 +40,10 @@ class Recompute(Platform):
         **checkpoint_fn_kwargs: Any,
     ) -> Any:
         if checkpoint_fn is not None and not callable(checkpoint_fn):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
             )
 
         def run(
@@ -118,12 +117,11 @@ def checkpoint(
     platform's.
     """
     if use_reentrant:
-        raise ValueError(
-            coded(
-                "HP136",
-                "checkpoint: MindSpore's reentrant recompute draws other random numbers the second time and works "
-                "under value_and_grad alone; use_reentrant must be False",
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            "checkpoint: MindSpore's reentrant recompute draws other random numbers the second time and works "
+            "under value_and_grad alone; use_reentrant must be False",
         )
 
     def contexts() -> tuple[Any, Any]:
@@ -162,11 +160,10 @@ def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:
     Both have one dictionary of attributes, so that names, parameters, hooks, indexing and state are the same by nature.
     """
     if not isinstance(module, nn.Cell):
-        raise ValueError(
-            coded(
-                "HP136",
-                f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}",
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            f"{call}: expected a mindspore.nn.Cell to wrap, got {type(module).__name__}",
         )
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -54,11 +54,10 @@ def _changed(
 ) -> Any:
     known = _IN_PLACE.get(name) or NAMES.get(name, (None,))[0]
     if known is None:
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            f"Inplace{name}: a distributed tensor is not changed in place by it; assign a result to it",
         )
     if known in _FILLING:
         return by_rule(
@@ -138,11 +137,10 @@ def _std(
 
 def _gather(input: Any, index: Any, axis: int, batch_dims: int = 0) -> Any:
     if batch_dims:
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "ops.gather: batch_dims is not supported for distributed tensors",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "ops.gather: batch_dims is not supported for distributed tensors",
         )
     if axis % input.ndim == 0 and input.ndim == 2:
         return by_rule("embedding", index, input)
@@ -157,11 +155,10 @@ def _gather_nd(input: Any, index: Any) -> Any:
 
 def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
     if axis != -1:
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "ops.one_hot: distributed tensors get the new dim at the end; take axis=-1",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "ops.one_hot: distributed tensors get the new dim at the end; take axis=-1",
         )
     found = by_rule("one_hot", index, depth)
     return found.astype(on.dtype) * (on - off) + off
@@ -169,11 +166,10 @@ def _one_hot(index: Any, depth: int, on: Any, off: Any, axis: int = -1) -> Any:
 
 def _strided_slice(input: Any, begin: Any, end: Any, strides: Any, *masks: int) -> Any:
     if any(masks):
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "ops.strided_slice: masks are not supported for distributed tensors; index it",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "ops.strided_slice: masks are not supported for distributed tensors; index it",
         )
     return input[tuple(map(slice, begin, end, strides))]
 
@@ -193,11 +189,10 @@ def _split(input: Any, axis: int = 0, output_num: int = 1) -> Any:
 
 def _scatter(input: Any, dim: int, index: Any, src: Any, reduce: Any = 0) -> Any:
     if reduce not in (0, 1, None):
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "scatter: distributed tensors are written to, or added to; scatter_reduce has others",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "scatter: distributed tensors are written to, or added to; scatter_reduce has others",
         )
     if reduce:
         return by_rule("scatter_add", input, dim, index, src)
@@ -262,11 +257,10 @@ def _reduced(name: str, parameters: str = "axis keep_dims") -> Callable[..., Any
         )
         dtype = {"dtype": given.pop("dtype")} if "dtype" in given else {}
         if given:
-            raise NotImplementedError(
-                coded(
-                    "HP313",
-                    f"{name}: {', '.join(given)} is not supported for distributed tensors",
-                )
+            raise coded(
+                NotImplementedError,
+                "HP313",
+                f"{name}: {', '.join(given)} is not supported for distributed tensors",
             )
         return (
             by_rule(name, input, dims, keep, **dtype)
@@ -320,11 +314,10 @@ def _running(name: str) -> Callable[..., Any]:
         input: Any, axis: Any, exclusive: bool = False, reverse: bool = False, **_: Any
     ) -> Any:
         if exclusive or reverse:
-            raise NotImplementedError(
-                coded(
-                    "HP313",
-                    f"ops.{name}: exclusive and reverse are not supported for distributed tensors",
-                )
+            raise coded(
+                NotImplementedError,
+                "HP313",
+                f"ops.{name}: exclusive and reverse are not supported for distributed tensors",
             )
         return by_rule(name, input, int(axis))
 
@@ -345,11 +338,10 @@ def _trace(
     input: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None
 ) -> Any:
     if (offset, axis1, axis2, dtype) != (0, 0, 1, None) or input.ndim != 2:
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "trace: distributed tensors have that of a matrix; take the sum of a diagonal",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "trace: distributed tensors have that of a matrix; take the sum of a diagonal",
         )
     return by_rule("trace", input)
 
@@ -459,11 +451,10 @@ def _convolution(count: int) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         if not data_format.startswith("NC"):
-            raise NotImplementedError(
-                coded(
-                    "HP313",
-                    f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}",
-                )
+            raise coded(
+                NotImplementedError,
+                "HP313",
+                f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}",
             )
         stride, dilation = (
             more[f"{key}s" if f"{key}s" in more else key][-count:]
@@ -512,11 +503,10 @@ def _max_pool(
     **_: Any,
 ) -> Any:
     if str(pad_mode).lower() != "valid" or data_format != "NCHW":
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            f"MaxPool: distributed tensors have pad_mode valid, not {pad_mode}; use max_pool2d",
         )
     return by_rule("max_pool2d", input, kernel_size[-2:], strides[-2:])
 
@@ -543,11 +533,10 @@ def _avg_pool(
     input: Any, kernel_size: Any, strides: Any, pad_mode: int, data_format: int
 ) -> Any:
     if pad_mode != 2 or data_format != 0:  # valid, NCHW
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "AvgPool: distributed tensors have pad_mode valid; use avg_pool2d",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "AvgPool: distributed tensors have pad_mode valid; use avg_pool2d",
         )
     return by_rule("avg_pool2d", input, kernel_size, strides)
 
@@ -561,11 +550,10 @@ def _padded(
     **_: Any,
 ) -> Any:
     if not paddings_contiguous:
-        raise NotImplementedError(
-            coded(
-                "HP313",
-                "PadV3: distributed tensors take the two sides of a dim together",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP313",
+            "PadV3: distributed tensors take the two sides of a dim together",
         )
     sides = paddings.tolist() if hasattr(paddings, "tolist") else paddings
     return by_rule(

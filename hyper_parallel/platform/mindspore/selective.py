@@ -70,13 +70,11 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
         return lambda _ctx, op, *_args, **_kwargs: not saved.isdisjoint(_names(op))
     is_operator = isinstance(policy_fn_or_list, (str, Operation, ops.Primitive))
     if is_operator or not callable(policy_fn_or_list):
-        raise ValueError(
-            coded(
-                "HP136",
-                f"{_CALL}: expected a policy function (ctx, op, *args, **kwargs) or a list of operators to save, got "
-                f"{policy_fn_or_list!r}"
-                + ("; put it in a list" if is_operator else ""),
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            f"{_CALL}: expected a policy function (ctx, op, *args, **kwargs) or a list of operators to save, got "
+            f"{policy_fn_or_list!r}" + ("; put it in a list" if is_operator else ""),
         )
     return policy_fn_or_list
 
@@ -88,12 +86,11 @@ def _listed(op: Any) -> str:
     if name is None or not (
         name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))
     ):
-        raise ValueError(
-            coded(
-                "HP136",
-                f"{_CALL}: {op!r} in the list is no operator; expected a function such as mindspore.mint.matmul, or a "
-                "name as a policy sees it: 'MatMulExt', or 'matmul' for all its forms",
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            f"{_CALL}: {op!r} in the list is no operator; expected a function such as mindspore.mint.matmul, or a "
+            "name as a policy sees it: 'MatMulExt', or 'matmul' for all its forms",
         )
     return name
 
@@ -246,11 +243,10 @@ class _Deciding:
 
     def __enter__(self) -> _Deciding:
         if self._inside is not None:
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"the contexts of one {_CALL} serve one call of the recompute; make new ones for each",
             )
         self._inside = told(self._on_operator)
         self._inside.__enter__()
@@ -295,13 +291,12 @@ class _Deciding:
     @staticmethod
     def _verdict(op: Operation, returned: Any) -> CheckpointPolicy:
         if not isinstance(returned, (bool, CheckpointPolicy)):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"the checkpoint policy returned {returned!r} for {op}; expected one of "
-                    f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in CheckpointPolicy)}, or a bool (True: "
-                    "save)",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"the checkpoint policy returned {returned!r} for {op}; expected one of "
+                f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in CheckpointPolicy)}, or a bool (True: "
+                "save)",
             )
         return _VERDICTS[returned]
 
@@ -318,13 +313,12 @@ class _Kept:
 
     def take(self) -> Any:
         if self._mark is not None and self._mark != _mark(self._tensor):
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"the output of {self._name} that a selective checkpoint keeps was modified by an in-place "
-                    "operation; compute it again (MUST_RECOMPUTE), or allow_cache_entry_mutation=True to take it as "
-                    "it is",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"the output of {self._name} that a selective checkpoint keeps was modified by an in-place "
+                "operation; compute it again (MUST_RECOMPUTE), or allow_cache_entry_mutation=True to take it as "
+                "it is",
             )
         return ops.stop_gradient(self._tensor)
 
@@ -523,12 +517,11 @@ class _Recomputing:
     ) -> Any:
         entry = next(remaining, None)
         if entry is None or entry.name != name:
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"{name} runs in the recompute where forward ran {entry.name if entry else 'nothing more'}: the "
-                    "function under checkpoint must do the same both times",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"{name} runs in the recompute where forward ran {entry.name if entry else 'nothing more'}: the "
+                "function under checkpoint must do the same both times",
             )
         with told(None):
             out = (

@@ -70,11 +70,10 @@ class SwapToHost:
         depth: int = PREFETCH_DEPTH,
     ) -> None:
         if policy_fn is not None and not callable(policy_fn):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
             )
         self.swapped_tensors = 0
         self.swapped_bytes = 0

@@ -37,12 +37,11 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
 
     def itemsize(self, dtype: Any) -> int:
         if dtype in FLOAT8:
-            raise ValueError(
-                coded(
-                    "HP137",
-                    f"symmetric memory: MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]} in memory that is "
-                    "there; share bytes (uint8)",
-                )
+            raise coded(
+                ValueError,
+                "HP137",
+                f"symmetric memory: MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]} in memory that is "
+                "there; share bytes (uint8)",
             )
         return int(numpy_dtype(dtype).itemsize)
 
@@ -111,10 +110,9 @@ class SharedTensor(mindspore.Tensor):
 
 def _check_device(call: str, device: str) -> None:
     if device != "CPU":
-        raise RuntimeError(
-            coded(
-                "HP137",
-                f"symmetric memory: {call}: not available on device {device!r}: MindSpore has none on an accelerator; "
-                "exchange tensors with isend and irecv, or all_gather_into_tensor",
-            )
+        raise coded(
+            RuntimeError,
+            "HP137",
+            f"symmetric memory: {call}: not available on device {device!r}: MindSpore has none on an accelerator; "
+            "exchange tensors with isend and irecv, or all_gather_into_tensor",
         )

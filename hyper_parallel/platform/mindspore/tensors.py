@@ -72,18 +72,16 @@ class Tensors(Platform):
             or split_size < 1
             or not 0 <= index < split_size
         ):
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
             )
         if not -data.ndim <= split_dim < data.ndim:
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
             )
         start, size = chunk_span(data.shape[split_dim], split_size, index)
         if data.is_meta:
@@ -115,20 +113,18 @@ class Tensors(Platform):
         self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]
     ) -> Any:
         if not len(begin) == len(end) == len(stride) == x.ndim:
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
-                    f"have one entry for each dim of shape {tuple(x.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
+                f"have one entry for each dim of shape {tuple(x.shape)}",
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(
-                    coded(
-                        "HP139",
-                        f"construct_strided_slice: the stride of dim {dim} is 0",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP139",
+                    f"construct_strided_slice: the stride of dim {dim} is 0",
                 )
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
@@ -148,11 +144,10 @@ class Tensors(Platform):
             bare = name.rpartition(".")[2].lower()
         dtype = DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
         if dtype is None:
-            raise ValueError(
-                coded(
-                    "HP138",
-                    f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
-                )
+            raise coded(
+                ValueError,
+                "HP138",
+                f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
             )
         return dtype
 
@@ -267,11 +262,10 @@ class Tensors(Platform):
         if where == "meta":
             return self.empty(array.shape, dtype, where)
         if dtype in FLOAT8:
-            raise ValueError(
-                coded(
-                    "HP138",
-                    f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint",
-                )
+            raise coded(
+                ValueError,
+                "HP138",
+                f"MindSpore cannot make a tensor of {DTYPE_NAMES[dtype]}, only load one from a checkpoint",
             )
         return mindspore.Tensor(np.asarray(array).astype(numpy_dtype(dtype)))
 
@@ -316,12 +310,11 @@ class Tensors(Platform):
 
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not private.is_leaf(input_tensor):
-            raise ValueError(
-                coded(
-                    "HP139",
-                    "set_tensor_requires_grad: the tensor was computed from others; mindspore.ops.stop_gradient() it "
-                    "first (torch's detach() it first)",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                "set_tensor_requires_grad: the tensor was computed from others; mindspore.ops.stop_gradient() it "
+                "first (torch's detach() it first)",
             )
         return self.set_requires_grad(input_tensor, True)
 
@@ -513,11 +506,10 @@ def device_name(device: Any) -> str:
         return str(mindspore.get_context("device_target"))
     name = _DEVICES.get(str(device).partition(":")[0].lower())
     if name is None:
-        raise ValueError(
-            coded(
-                "HP138",
-                f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}",
-            )
+        raise coded(
+            ValueError,
+            "HP138",
+            f"{device!r} is no device of MindSpore; expected one of {', '.join(_DEVICES)}",
         )
     return name
 
@@ -527,12 +519,11 @@ def usable_device(device: Any) -> str:
     name, own = device_name(device), device_name(None)
     if name not in (own, "CPU", "meta"):
         places = ", ".join(dict.fromkeys((own, "CPU", "meta")))
-        raise ValueError(
-            coded(
-                "HP138",
-                f"device {str(device)!r} is not the one in use: this process has tensors on {places}; "
-                "mindspore.set_device chooses another at its start",
-            )
+        raise coded(
+            ValueError,
+            "HP138",
+            f"device {str(device)!r} is not the one in use: this process has tensors on {places}; "
+            "mindspore.set_device chooses another at its start",
         )
     return name
 

@@ -27,12 +27,11 @@ class Training(Platform):
             if self.is_floating_point(p) and p.dtype != kind
         ]
         if wrong:
-            raise ValueError(
-                coded(
-                    "HP138",
-                    f"prepare_module: parameter {wrong[0]} is not {dtype}; MindSpore makes parameters with the dtype "
-                    "that the module says: change it there",
-                )
+            raise coded(
+                ValueError,
+                "HP138",
+                f"prepare_module: parameter {wrong[0]} is not {dtype}; MindSpore makes parameters with the dtype "
+                "that the module says: change it there",
             )
         if self.device_type() == "cpu":
             # The threads that prepare operators ahead wait by spinning, which takes most of the time of small ones.

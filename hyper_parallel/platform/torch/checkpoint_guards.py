@@ -25,13 +25,12 @@ _STAGERS = (
 def refuse_staging(caller: str | None) -> None:
     """Raises if the calling module is one of torch's that would copy the storage of a distributed tensor."""
     if caller in _STAGERS:
-        raise TypeError(
-            coded(
-                "HP230",
-                "torch.distributed.checkpoint.async_save copies a tensor by its storage, which a distributed tensor "
-                "does not have. Call async_save(state_dict, checkpoint_id=folder) of "
-                "hyper_parallel.core.distributed_checkpoint on all ranks, or torch.distributed.checkpoint.save",
-            )
+        raise coded(
+            TypeError,
+            "HP230",
+            "torch.distributed.checkpoint.async_save copies a tensor by its storage, which a distributed tensor "
+            "does not have. Call async_save(state_dict, checkpoint_id=folder) of "
+            "hyper_parallel.core.distributed_checkpoint on all ranks, or torch.distributed.checkpoint.save",
         )
 
 
@@ -68,14 +67,13 @@ def _refuse_one_rank_of_several(plan: Any, distributed: dict[str, Any]) -> None:
     for name, tensor in distributed.items():
         shape = tuple(tensor.shape)
         if covered[name] < math.prod(shape):
-            raise ValueError(
-                coded(
-                    "HP230",
-                    f"torch.distributed.checkpoint: this rank has {covered[name]} of the {math.prod(shape)} elements "
-                    f"of {name}, of shape {shape}, and with no_dist=True or use_collectives=False a checkpoint of "
-                    "this rank alone would miss the others. Call save on all ranks without that argument, or save "
-                    "{name: tensor.full_tensor()}",
-                )
+            raise coded(
+                ValueError,
+                "HP230",
+                f"torch.distributed.checkpoint: this rank has {covered[name]} of the {math.prod(shape)} elements "
+                f"of {name}, of shape {shape}, and with no_dist=True or use_collectives=False a checkpoint of "
+                "this rank alone would miss the others. Call save on all ranks without that argument, or save "
+                "{name: tensor.full_tensor()}",
             )
 
 
@@ -83,12 +81,11 @@ def _refuse_one_file(plan: Any) -> None:
     for item in plan.items:
         data = item.tensor_data
         if data is not None and data.chunk.sizes != data.size:
-            raise ValueError(
-                coded(
-                    "HP230",
-                    f"HuggingFaceStorageWriter: {item.index.fqn} is one of several shards, which every rank would "
-                    "write to the same file; pass save_distributed=True, and enable_consolidation=True for whole files",
-                )
+            raise coded(
+                ValueError,
+                "HP230",
+                f"HuggingFaceStorageWriter: {item.index.fqn} is one of several shards, which every rank would "
+                "write to the same file; pass save_distributed=True, and enable_consolidation=True for whole files",
             )
 
 
@@ -128,13 +125,12 @@ def _refuse_broadcasts(planner: Any) -> None:
         else []
     )
     if names:
-        raise ValueError(
-            coded(
-                "HP144",
-                f"DynamicMetaLoadPlanner and BroadcastingTorchSaveReader: {names[0]} is a distributed tensor, which "
-                "they cannot fill. Call model.load_state_dict(torch.load(file, mmap=True)), of which each rank takes "
-                "its part, or convert the file with torch_save_to_dcp and load the folder",
-            )
+        raise coded(
+            ValueError,
+            "HP144",
+            f"DynamicMetaLoadPlanner and BroadcastingTorchSaveReader: {names[0]} is a distributed tensor, which "
+            "they cannot fill. Call model.load_state_dict(torch.load(file, mmap=True)), of which each rank takes "
+            "its part, or convert the file with torch_save_to_dcp and load the folder",
         )
 
 
@@ -146,11 +142,10 @@ def _refuse_gaps(planner: Any, plan: Any) -> None:
         needed = tensor._local.numel()
         # A name that the checkpoint lacks altogether is the planner's own affair (allow_partial_load).
         if name in planner.metadata.state_dict_metadata and filled[name] < needed:
-            raise ValueError(
-                coded(
-                    "HP144",
-                    f"torch.distributed.checkpoint: the checkpoint has only {filled[name]} of the {needed} elements "
-                    f"of {name} that this rank needs. It was saved by some of the ranks alone (no_dist=True, "
-                    "use_collectives=False); save it again on all ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP144",
+                f"torch.distributed.checkpoint: the checkpoint has only {filled[name]} of the {needed} elements "
+                f"of {name} that this rank needs. It was saved by some of the ranks alone (no_dist=True, "
+                "use_collectives=False); save it again on all ranks",
             )

@@ -148,11 +148,10 @@ class Collectives(Groups):
         check_reducible(call, data, op, group)
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{call}: dim 0 of shape {tuple(data.shape)} is not divisible by the group's {size} ranks",
             )
         self._announce(lambda: Call.on(call, data, op), group, _share(data, group))
         source = as_stored(data)
@@ -196,19 +195,17 @@ class Collectives(Groups):
             or input_tensor.shape[0] % size
             or shape[0] % size
         ):
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
-                    f"divisible by the group's {size} ranks",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{call}: dim 0 of the input {tuple(input_tensor.shape)} and of the output {shape} must be "
+                f"divisible by the group's {size} ranks",
             )
         if math.prod(shape) != input_tensor.numel():
-            raise ValueError(
-                coded(
-                    "HP123",
-                    f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements",
-                )
+            raise coded(
+                ValueError,
+                "HP123",
+                f"{call}: output_shape {shape} does not hold the input's {input_tensor.numel()} elements",
             )
         output, handle = self._exchange(call, input_tensor, shape, None, None, resolved)
         if async_op:
@@ -309,12 +306,11 @@ class Collectives(Groups):
     ) -> None:
         resolved = self._group("all_gather_object", group)
         if len(object_list) != resolved.size():
-            raise ValueError(
-                coded(
-                    "HP124",
-                    f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
-                    f"{len(object_list)}",
-                )
+            raise coded(
+                ValueError,
+                "HP124",
+                f"all_gather_object: object_list needs one slot for each of the {resolved.size()} ranks, got "
+                f"{len(object_list)}",
             )
         self._announce(lambda: Call("all_gather_object"), resolved)
         if order.last(resolved)[
@@ -447,11 +443,10 @@ class Collectives(Groups):
     ) -> None:
         ranks = dist.get_process_group_ranks(group)
         if rank not in ranks or isinstance(rank, bool):
-            raise ValueError(
-                coded(
-                    "HP122",
-                    f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP122",
+                f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}",
             )
 
     def _check_peer(
@@ -459,8 +454,8 @@ class Collectives(Groups):
     ) -> None:
         self._check_member(call, name, rank, group)
         if rank == self.get_rank():
-            raise ValueError(
-                coded("HP122", f"{call}: {name} is this rank, {rank}, itself")
+            raise coded(
+                ValueError, "HP122", f"{call}: {name} is this rank, {rank}, itself"
             )
 
 
@@ -472,8 +467,8 @@ def as_stored(data: torch.Tensor) -> torch.Tensor:
 def check_tensor(call: str, data: Any) -> None:
     """A TypeError that names the call if ``data`` is no tensor."""
     if not isinstance(data, torch.Tensor):
-        raise TypeError(
-            coded("HP120", f"{call}: expected a tensor, got {type(data).__name__}")
+        raise coded(
+            TypeError, "HP120", f"{call}: expected a tensor, got {type(data).__name__}"
         )
 
 
@@ -482,29 +477,26 @@ def check_reducible(
 ) -> None:
     """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
     if op not in _REDUCE_OP:
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
         )
     if op == "avg" and not (data.is_floating_point() or data.is_complex()):
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide",
         )
     if data.is_complex() and op in ("max", "min", "prod"):
-        raise ValueError(
-            coded("HP121", f"{call}: {op} is not defined for {data.dtype}")
+        raise coded(
+            ValueError, "HP121", f"{call}: {op} is not defined for {data.dtype}"
         )
     if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
-        raise ValueError(
-            coded(
-                "HP121",
-                f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}",
-            )
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}",
         )
 
 

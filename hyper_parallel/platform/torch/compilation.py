@@ -21,13 +21,12 @@ def refuse_tracing(what: Callable[[], str]) -> None:
     if CompileContext.try_get() is None:
         return
     NotCompilable = _error_class()  # noqa: N806 - a class
-    raise NotCompilable(
-        coded(
-            "HP143",
-            f"torch.compile: {what()}, which cannot be traced, because layouts and collectives are decided while the "
-            "operators run; run the model without torch.compile, and compile functions of plain shards in it: call "
-            "torch.compile(function) within local_map() or custom_shard(), or on to_local()",
-        ),
+    raise coded(
+        NotCompilable,
+        "HP143",
+        f"torch.compile: {what()}, which cannot be traced, because layouts and collectives are decided while the "
+        "operators run; run the model without torch.compile, and compile functions of plain shards in it: call "
+        "torch.compile(function) within local_map() or custom_shard(), or on to_local()",
         first_useful_frame=None,
     )
 

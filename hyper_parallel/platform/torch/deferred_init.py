@@ -76,29 +76,26 @@ class DeferredInit(Platform):
         ``torch.initial_seed() + n``. Distributed parameters are cut from what is drawn; nothing is communicated.
         """
         if not isinstance(module, nn.Module):
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_parameters: expected a torch.nn.Module, got {module!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_parameters: expected a torch.nn.Module, got {module!r}",
             )
         if (
             not isinstance(stage_index, int)
             or isinstance(stage_index, bool)
             or stage_index < 0
         ):
-            raise ValueError(
-                coded(
-                    "HP131",
-                    f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP131",
+                f"init_parameters: stage_index must be an int of at least 0, got {stage_index!r}",
             )
         if _here.tape is not None:
-            raise RuntimeError(
-                coded(
-                    "HP131",
-                    "init_parameters: call it after the init_on_device context, not inside it",
-                )
+            raise coded(
+                RuntimeError,
+                "HP131",
+                "init_parameters: call it after the init_on_device context, not inside it",
             )
         _fill(module, self.device(), stage_index)
         _tapes[:] = [tape for tape in _tapes if tape.is_needed()]
@@ -373,12 +370,11 @@ def _resetter(owner: nn.Module) -> Callable[[], None] | None:
 
 def _check_convention(slots: Sequence[_Slot]) -> None:
     if lost := [s.path for s in slots if _resetter(s.owner) is None]:
-        raise ValueError(
-            coded(
-                "HP131",
-                f"init_parameters: nobody knows how to initialise {', '.join(lost)}: the modules have no data and no "
-                "reset_parameters(). Build them under init_on_device(meta_device), or define reset_parameters().",
-            )
+        raise coded(
+            ValueError,
+            "HP131",
+            f"init_parameters: nobody knows how to initialise {', '.join(lost)}: the modules have no data and no "
+            "reset_parameters(). Build them under init_on_device(meta_device), or define reset_parameters().",
         )
 
 

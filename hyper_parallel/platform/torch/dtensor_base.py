@@ -169,13 +169,12 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # The wrapper has no storage, so an operator that came past __torch_function__ has nothing to compute on.
-        raise TypeError(
-            coded(
-                "HP320",
-                f"{func}: code that works below torch's functions was given a {cls.__name__}, whose data it cannot "
-                "see. DistributedDataParallel, torch.compile, torch.func and C++ extensions do so; for data parallel "
-                "call replicate(model, mesh['dp']), for an operator of your own custom_shard()",
-            )
+        raise coded(
+            TypeError,
+            "HP320",
+            f"{func}: code that works below torch's functions was given a {cls.__name__}, whose data it cannot "
+            "see. DistributedDataParallel, torch.compile, torch.func and C++ extensions do so; for data parallel "
+            "call replicate(model, mesh['dp']), for an operator of your own custom_shard()",
         )
 
     @staticmethod
@@ -225,13 +224,12 @@ class DTensorBase(SavedInChunks, torch.Tensor):
             or data._layout is not self._layout
             or data._shape != self._shape
         ):
-            raise ValueError(
-                coded(
-                    "HP227",
-                    f"data: expected a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout}, got "
-                    f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape "
-                    f"{tuple(data.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP227",
+                f"data: expected a {type(self).__name__} of shape {tuple(self._shape)} in {self._layout}, got "
+                f"{data._layout if isinstance(data, DTensorBase) else type(data).__name__} of shape "
+                f"{tuple(data.shape)}",
             )
         self._local.data = data._local
         self._spec = None
@@ -300,11 +298,10 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         if isinstance(grad, DTensorBase):
             grad = self.gradient_of_shard(grad)
         elif grad is not None:
-            raise TypeError(
-                coded(
-                    "HP227",
-                    f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor",
-                )
+            raise coded(
+                TypeError,
+                "HP227",
+                f"grad: expected a {type(self).__name__} in {self._layout}, got a plain tensor",
             )
         self._local.grad = grad
         self._last_gradient = None
@@ -364,22 +361,20 @@ class DTensorBase(SavedInChunks, torch.Tensor):
                 )
             return target._local, torch.ones_like(target._local)
         if gradient.dim():
-            raise TypeError(
-                coded(
-                    "HP227",
-                    f"backward: expected a gradient that lies as {self._layout}, got a plain tensor",
-                )
+            raise coded(
+                TypeError,
+                "HP227",
+                f"backward: expected a gradient that lies as {self._layout}, got a plain tensor",
             )
         return target._local, gradient
 
     def _watched(self, what: str) -> None:
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
         if self._origin is not None and self._routes:
-            raise RuntimeError(
-                coded(
-                    "HP225",
-                    f"{what}: the tensor was gathered and used already; call it right after redistribute()",
-                )
+            raise coded(
+                RuntimeError,
+                "HP225",
+                f"{what}: the tensor was gathered and used already; call it right after redistribute()",
             )
         self._origin = self._routes = (
             None  # routes are shared with others that were gathered from the same tensor
@@ -446,11 +441,10 @@ def _grad(
 ) -> tuple[Any, ...]:
     """torch.autograd.grad: of the shards, by every route that was handed out."""
     if is_grads_batched:
-        raise NotImplementedError(
-            coded(
-                "HP312",
-                "autograd.grad: is_grads_batched is not supported for distributed tensors",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP312",
+            "autograd.grad: is_grads_batched is not supported for distributed tensors",
         )
     outputs, inputs = _several(outputs), _several(inputs)
     given = (

@@ -69,18 +69,16 @@ class Gradients(Platform):
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
         if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
-                )
+            raise coded(
+                ValueError,
+                "HP135",
+                f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
             )
         if math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
-                )
+            raise coded(
+                ValueError,
+                "HP135",
+                f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
             )
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         spread: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
@@ -98,12 +96,11 @@ class Gradients(Platform):
             # In the order of the parameters, so that every rank rounds alike.
             total = _norm_of_norms(list(norms.values()), norm_type)
         if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                coded(
-                    "HP135",
-                    f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
-                    "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
-                )
+            raise coded(
+                RuntimeError,
+                "HP135",
+                f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
+                "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
             )
         every: Any = [held for pieces in spread.values() for held in pieces]
         nn.utils.clip_grads_with_norm_(
@@ -134,11 +131,10 @@ def _parameters(parameters: Any) -> list[torch.Tensor]:
         type(p).__name__ for p in unique.values() if not isinstance(p, torch.Tensor)
     ]
     if wrong:
-        raise TypeError(
-            coded(
-                "HP135",
-                f"clip_grad_norm_: expected a module, a tensor or an iterable of tensors, found {wrong[0]} in it",
-            )
+        raise coded(
+            TypeError,
+            "HP135",
+            f"clip_grad_norm_: expected a module, a tensor or an iterable of tensors, found {wrong[0]} in it",
         )
     return list(unique.values())
 
@@ -157,12 +153,11 @@ def _held(param: Any) -> _Held:
         return _Held(param, grad, ())
     layout = param._layout if grad is None else grad._layout
     if grad is not None and layout.is_partial():
-        raise ValueError(
-            coded(
-                "HP135",
-                f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
-                f"{layout}; a norm needs the values: call reduce_partial() on it first",
-            )
+        raise coded(
+            ValueError,
+            "HP135",
+            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
+            f"{layout}; a norm needs the values: call reduce_partial() on it first",
         )
     ranks = layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
     return _Held(

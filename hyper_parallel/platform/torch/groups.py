@@ -48,11 +48,10 @@ class Groups(Platform):
     def get_global_rank(self, group: Any, group_rank: int) -> int:
         ranks = self.get_process_group_ranks(group)
         if not isinstance(group_rank, int) or not 0 <= group_rank < len(ranks):
-            raise ValueError(
-                coded(
-                    "HP105",
-                    f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP105",
+                f"get_global_rank: group_rank must be 0 to {len(ranks) - 1} in ranks {ranks}, got {group_rank!r}",
             )
         return ranks[group_rank]
 
@@ -106,21 +105,19 @@ class Groups(Platform):
         except ValueError as error:
             if "environment variable" not in str(error):
                 raise
-            raise ValueError(
-                coded(
-                    "HP106",
-                    f"init_process_group: {error}. Start the program with torchrun, or pass rank=, world_size= and "
-                    "init_method= or store=",
-                )
+            raise coded(
+                ValueError,
+                "HP106",
+                f"init_process_group: {error}. Start the program with torchrun, or pass rank=, world_size= and "
+                "init_method= or store=",
             ) from error
         except BACKEND_ERRORS as error:
-            raise CommunicationError(
-                coded(
-                    "HP110",
-                    f"init_process_group: rank {rank if rank >= 0 else '(from the environment)'} could not join the "
-                    f"job of {world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank "
-                    "was started and reaches the same address; timeout= says how long to wait.",
-                )
+            raise coded(
+                CommunicationError,
+                "HP110",
+                f"init_process_group: rank {rank if rank >= 0 else '(from the environment)'} could not join the "
+                f"job of {world_size if world_size > 0 else 'WORLD_SIZE'} ranks: {error}. Check that every rank "
+                "was started and reaches the same address; timeout= says how long to wait.",
             ) from error
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -152,11 +149,10 @@ class Groups(Platform):
         group_desc: str | None = None,
     ) -> Any:
         if not split_ranks:
-            raise ValueError(
-                coded(
-                    "HP105",
-                    f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP105",
+                f"split_group: split_ranks must be a list of rank lists, got {split_ranks!r}",
             )
         lists = self._global_rank_lists(parent_pg, split_ranks)
         own = next((ranks for ranks in lists if self.get_rank() in ranks), None)
@@ -180,12 +176,11 @@ class Groups(Platform):
                 r for r in ranks if not isinstance(r, int) or not 0 <= r < len(parent)
             ]
             if not ranks or wrong or seen.intersection(ranks):
-                raise ValueError(
-                    coded(
-                        "HP105",
-                        f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, "
-                        f"none in two lists; got {[list(r) for r in split_ranks]}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP105",
+                    f"split_group: each list in split_ranks must hold ranks 0 to {len(parent) - 1} of the parent, "
+                    f"none in two lists; got {[list(r) for r in split_ranks]}",
                 )
             seen.update(ranks)
             lists.append(self._checked_ranks("split_group", [parent[r] for r in ranks]))
@@ -244,11 +239,10 @@ class Groups(Platform):
     def _default_backend(self) -> str:
         device = self.device_type()
         if device not in BACKEND_OF_DEVICE:
-            raise ValueError(
-                coded(
-                    "HP106",
-                    f"init_process_group: no default backend for device {device!r}; pass backend=",
-                )
+            raise coded(
+                ValueError,
+                "HP106",
+                f"init_process_group: no default backend for device {device!r}; pass backend=",
             )
         return BACKEND_OF_DEVICE[device]
 
@@ -256,11 +250,10 @@ class Groups(Platform):
         """The process group meant by ``group``: None, a group or an object that has one; else an error."""
         if group is None:
             if not dist.is_initialized():
-                raise RuntimeError(
-                    coded(
-                        "HP103",
-                        f"{call}: there is no process group; call init_process_group() first",
-                    )
+                raise coded(
+                    RuntimeError,
+                    "HP103",
+                    f"{call}: there is no process group; call init_process_group() first",
                 )
             return distributed_c10d._get_default_group()
         if isinstance(group, dist.ProcessGroup):
@@ -272,18 +265,16 @@ class Groups(Platform):
         if callable(getattr(group, "get_group", None)):
             return self._group(call, group.get_group())
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                coded(
-                    "HP104",
-                    f"{call}: rank {self.get_rank()} is not a member of that group",
-                )
-            )
-        raise TypeError(
-            coded(
+            raise coded(
+                ValueError,
                 "HP104",
-                f"{call}: expected a process group, an object with a group, or None for the default group, got "
-                f"{type(group).__name__} {group!r}",
+                f"{call}: rank {self.get_rank()} is not a member of that group",
             )
+        raise coded(
+            TypeError,
+            "HP104",
+            f"{call}: expected a process group, an object with a group, or None for the default group, got "
+            f"{type(group).__name__} {group!r}",
         )
 
     def new_store(
@@ -319,9 +310,8 @@ def _as_timedelta(timeout: Any) -> timedelta | None:
         return timeout
     if isinstance(timeout, (int, float)) and timeout > 0:
         return timedelta(seconds=timeout)
-    raise ValueError(
-        coded(
-            "HP106",
-            f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
-        )
+    raise coded(
+        ValueError,
+        "HP106",
+        f"timeout must be a positive number of seconds or a timedelta, got {timeout!r}",
     )

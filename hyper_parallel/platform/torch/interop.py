@@ -27,11 +27,10 @@ class Interop(Platform):
         from torch.distributed.device_mesh import DeviceMesh
 
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(
-                coded(
-                    "HP228",
-                    f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}",
-                )
+            raise coded(
+                TypeError,
+                "HP228",
+                f"mesh_from_native: expected a torch DeviceMesh, got {type(mesh).__name__}",
             )
         groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else ()
         return NativeMesh(
@@ -62,11 +61,10 @@ class Interop(Platform):
         from torch.distributed.tensor import DTensor
 
         if not isinstance(tensor, DTensor):
-            raise TypeError(
-                coded(
-                    "HP228",
-                    f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}",
-                )
+            raise coded(
+                TypeError,
+                "HP228",
+                f"from_native: expected a torch.distributed.tensor.DTensor, got {type(tensor).__name__}",
             )
         if tensor.is_leaf:
             with torch.no_grad():
@@ -92,12 +90,11 @@ class Interop(Platform):
         local = parts.local
         device = parts.mesh.device_type
         if local.device.type not in (device, "meta"):
-            raise ValueError(
-                coded(
-                    "HP228",
-                    f"to_native: the shard lies on {local.device}, but the mesh is one of {device}: torch would copy "
-                    f"it; move the tensor with to({device!r}) first",
-                )
+            raise coded(
+                ValueError,
+                "HP228",
+                f"to_native: the shard lies on {local.device}, but the mesh is one of {device}: torch would copy "
+                f"it; move the tensor with to({device!r}) first",
             )
         made = DTensor.from_local(
             local.detach() if local.is_leaf else local,
@@ -142,12 +139,11 @@ def _placements(spec: Any) -> tuple[tuple[Any, ...], ...]:
                 ("partial", _OPS.get(placement.reduce_op, placement.reduce_op))
             )
         else:
-            raise ValueError(
-                coded(
-                    "HP228",
-                    f"from_native: {placement!r} on axis {axis} has no counterpart here; redistribute the tensor to "
-                    "Shard, Replicate or Partial first",
-                )
+            raise coded(
+                ValueError,
+                "HP228",
+                f"from_native: {placement!r} on axis {axis} has no counterpart here; redistribute the tensor to "
+                "Shard, Replicate or Partial first",
             )
     return tuple(found)
 

@@ -58,11 +58,10 @@ class Modules(Tensors):
     ) -> None:
         owner, name, old = result
         if name not in owner._parameters:
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"update_parameter_by_name: {type(owner).__name__} has no parameter {name!r}",
             )
         if not isinstance(new_param, nn.Parameter):
             new_param = nn.Parameter(new_param, requires_grad=old.requires_grad)
@@ -74,19 +73,17 @@ class Modules(Tensors):
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         if isinstance(param, self.DTensorBase):
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
             )
         if layout.is_partial():
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                    f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
+                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
             )
         shape = tuple(param.shape)
         shard = self.clone(layout.part_of(param.detach()))
@@ -109,12 +106,11 @@ class Modules(Tensors):
     def load_into_param(self, param: Any, data: Any) -> None:
         target = self._local(param)
         if target.is_meta:
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
-                    "hold data; call init_parameters(module, stage_index) first",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
+                "hold data; call init_parameters(module, stage_index) first",
             )
         with torch.no_grad():
             target.copy_(self._fitting(param, data))
@@ -143,11 +139,10 @@ class Modules(Tensors):
                 if len(fits) > 1
                 else f"does not fit {fits[0]}"
             )
-            raise ValueError(
-                coded(
-                    "HP132",
-                    f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
-                )
+            raise coded(
+                ValueError,
+                "HP132",
+                f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
             )
         if source.shape == self._local(param).shape:
             return source
@@ -286,11 +281,10 @@ class Modules(Tensors):
             name for name, value in state.items() if not self.is_tensor(value)
         )
         if wrong:
-            raise ValueError(
-                coded(
-                    "HP134",
-                    f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
-                )
+            raise coded(
+                ValueError,
+                "HP134",
+                f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
             )
         tensors = {name: self._local(value).detach() for name, value in state.items()}
         target = Path(file_path)
@@ -318,11 +312,10 @@ class Modules(Tensors):
         try:
             return load_file(file_path)
         except SafetensorError as error:
-            raise ValueError(
-                coded(
-                    "HP134",
-                    f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
-                )
+            raise coded(
+                ValueError,
+                "HP134",
+                f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
             ) from error
 
 
@@ -348,9 +341,8 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> No
 
 def _check_format(call: str, ckpt_format: str) -> None:
     if ckpt_format not in _FORMATS:
-        raise ValueError(
-            coded(
-                "HP134",
-                f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP134",
+            f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}",
         )

@@ -92,12 +92,11 @@ def _refuse_replaced(optimizer: Any, *_: Any) -> None:
     ]
     if replaced:
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
-        raise RuntimeError(
-            coded(
-                "HP231",
-                f"{type(optimizer).__name__}.step: {len(replaced)} of its {len(parameters)} parameters are no longer "
-                f"those of the model, which lie on a mesh now: {', '.join(replaced[:3])}{more}. The step would change "
-                "nothing; construct the optimizer after parallelize_module, replicate and distribute_module",
-            )
+        raise coded(
+            RuntimeError,
+            "HP231",
+            f"{type(optimizer).__name__}.step: {len(replaced)} of its {len(parameters)} parameters are no longer "
+            f"those of the model, which lie on a mesh now: {', '.join(replaced[:3])}{more}. The step would change "
+            "nothing; construct the optimizer after parallelize_module, replicate and distribute_module",
         )
     _REPLACEMENTS.seen[optimizer] = _REPLACEMENTS.count

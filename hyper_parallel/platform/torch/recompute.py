@@ -69,11 +69,10 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"{type(self).__name__}: expected a torch.nn.Module to wrap, got {type(module).__name__}",
             )
         super().__init__()
         self.add_module(INNER, module)
@@ -190,11 +189,10 @@ class CheckpointWrapper(Wrapper):
     ) -> None:
         super().__init__(module)
         if checkpoint_fn is not None and not callable(checkpoint_fn):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
             )
         function = checkpoint_fn or torch_checkpoint.checkpoint
         self._is_torchs = function is torch_checkpoint.checkpoint

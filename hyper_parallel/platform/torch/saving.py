@@ -43,13 +43,12 @@ class SavedInChunks:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self._is_whole_here:
             mesh = self._layout.mesh
-            raise TypeError(
-                coded(
-                    "HP230",
-                    f"a tensor of shape {tuple(self._shape)} in {self._layout} cannot be pickled or saved by "
-                    f"torch.save: rank {mesh.rank} has {tuple(self._local.shape)} of it, and what the other ranks "
-                    f"have would be missing. {_WAYS_OUT}",
-                )
+            raise coded(
+                TypeError,
+                "HP230",
+                f"a tensor of shape {tuple(self._shape)} in {self._layout} cannot be pickled or saved by "
+                f"torch.save: rank {mesh.rank} has {tuple(self._local.shape)} of it, and what the other ranks "
+                f"have would be missing. {_WAYS_OUT}",
             )
         is_parameter = "_is_param" in self.__dict__
         return (
@@ -72,11 +71,10 @@ class SavedInChunks:
         from hyper_parallel.platform.torch.checkpoint_guards import guard_saving
 
         if self._layout.is_partial():
-            raise ValueError(
-                coded(
-                    "HP213",
-                    f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first",
-                )
+            raise coded(
+                ValueError,
+                "HP213",
+                f"torch.distributed.checkpoint: {fqn} lies in {self._layout}; reduce_partial() first",
             )
         guard_saving()
         properties = metadata.TensorProperties.create_from_tensor(self._local)
@@ -112,11 +110,10 @@ class SavedInChunks:
                 index.offset
             ):
                 return self._local.detach()[part]
-        raise ValueError(
-            coded(
-                "HP220",
-                f"{index.fqn}: rank {self._layout.mesh.rank} has no chunk at {tuple(index.offset)}",
-            )
+        raise coded(
+            ValueError,
+            "HP220",
+            f"{index.fqn}: rank {self._layout.mesh.rank} has no chunk at {tuple(index.offset)}",
         )
 
     def _boxes(self) -> Iterator[tuple[Box, tuple[slice, ...]]]:
@@ -177,11 +174,10 @@ class UnpickledHook(functools.partial):  # type: ignore[type-arg]
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            coded(
-                "HP230",
-                f"a model that lies on a mesh cannot be pickled or saved by torch.save(model). {_WAYS_OUT}",
-            )
+        raise coded(
+            TypeError,
+            "HP230",
+            f"a model that lies on a mesh cannot be pickled or saved by torch.save(model). {_WAYS_OUT}",
         )
 
 
@@ -201,12 +197,11 @@ def _refuse_shards(read: Any) -> Any:
         }
         for name, value in distributed.items():
             if not value._is_whole_here:
-                raise ValueError(
-                    coded(
-                        "HP230",
-                        f"safetensors: {name} of shape {tuple(value._shape)} lies in {value._layout}; a file of this "
-                        f"rank's shards would miss what the others have. {_WAYS_OUT}",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP230",
+                    f"safetensors: {name} of shape {tuple(value._shape)} lies in {value._layout}; a file of this "
+                    f"rank's shards would miss what the others have. {_WAYS_OUT}",
                 )
         whole = {name: value._local.detach() for name, value in distributed.items()}
         return read({**tensors, **whole}, *more, **named)

@@ -61,14 +61,13 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
         policy_fn_or_list, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
     )
     if is_operator or not callable(policy_fn_or_list):
-        raise ValueError(
-            coded(
-                "HP136",
-                "create_selective_checkpoint_contexts: expected a policy function (ctx, op, *args, **kwargs) or a list "
-                "of "
-                f"operators to save, got {policy_fn_or_list!r}"
-                + ("; put it in a list" if is_operator else ""),
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            "create_selective_checkpoint_contexts: expected a policy function (ctx, op, *args, **kwargs) or a list "
+            "of "
+            f"operators to save, got {policy_fn_or_list!r}"
+            + ("; put it in a list" if is_operator else ""),
         )
     return policy_fn_or_list
 
@@ -78,23 +77,21 @@ def _overloads(op: Any) -> list[Any]:
         return [getattr(op, name) for name in op.overloads()]
     if isinstance(op, torch._ops.OperatorBase):
         return [op]
-    raise ValueError(
-        coded(
-            "HP136",
-            f"create_selective_checkpoint_contexts: {op!r} in the list is no operator; expected one such as "
-            "torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads",
-        )
+    raise coded(
+        ValueError,
+        "HP136",
+        f"create_selective_checkpoint_contexts: {op!r} in the list is no operator; expected one such as "
+        "torch.ops.aten.mm.default, or torch.ops.aten.mm for all its overloads",
     )
 
 
 def _verdict(func: Any, returned: Any) -> CheckpointPolicy:
     if not isinstance(returned, (bool, _OURS, _TORCHS)):
-        raise ValueError(
-            coded(
-                "HP136",
-                f"the checkpoint policy returned {returned!r} for {func}; expected one of "
-                f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in _OURS)}, or a bool (True: save)",
-            )
+        raise coded(
+            ValueError,
+            "HP136",
+            f"the checkpoint policy returned {returned!r} for {func}; expected one of "
+            f"{', '.join(f'CheckpointPolicy.{policy.name}' for policy in _OURS)}, or a bool (True: save)",
         )
     return _VERDICTS[returned]
 
@@ -215,22 +212,20 @@ class _Recomputing(TorchDispatchMode):
         self._seen[func] += 1
         entries = self._entries.get(func, [])
         if index >= len(entries):
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"{func} runs for time {index + 1} in the recompute but ran {len(entries)} times in forward: "
-                    "the function under checkpoint must do the same both times",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"{func} runs for time {index + 1} in the recompute but ran {len(entries)} times in forward: "
+                "the function under checkpoint must do the same both times",
             )
         if entries[index] is _AGAIN:
             return func(*args, **kwargs)
         if entries[index] is _TAKEN:
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"backward an extra time through a selective checkpoint: the output of {func} is gone. "
-                    "Backward once, or recompute everything (no policy).",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"backward an extra time through a selective checkpoint: the output of {func} is gone. "
+                "Backward once, or recompute everything (no policy).",
             )
         entry, entries[index] = entries[index], _TAKEN
         return entry.take(self._allow_mutation)

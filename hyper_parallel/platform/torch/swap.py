@@ -145,13 +145,12 @@ class Kept:
 
     def take(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(
-                coded(
-                    "HP136",
-                    f"a tensor of shape {tuple(self.tensor.shape)} that backward needs has been modified by an "
-                    f"in-place operation: it is at version {self.tensor._version}, saved was version {self.version}. "
-                    "Clone it before changing it, or change it after backward.",
-                )
+            raise coded(
+                RuntimeError,
+                "HP136",
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs has been modified by an "
+                f"in-place operation: it is at version {self.tensor._version}, saved was version {self.version}. "
+                "Clone it before changing it, or change it after backward.",
             )
         return self.tensor
 
@@ -171,11 +170,10 @@ class SwapToHost:
         depth: int = PREFETCH_DEPTH,
     ) -> None:
         if policy_fn is not None and not callable(policy_fn):
-            raise ValueError(
-                coded(
-                    "HP136",
-                    f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP136",
+                f"policy_fn must be a function of a tensor that returns a bool, or None; got {policy_fn!r}",
             )
         self.swapped_tensors = 0
         self.swapped_bytes = 0

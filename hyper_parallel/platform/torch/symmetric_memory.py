@@ -102,10 +102,9 @@ class _DeviceHandle:
 
 def _checked_device(call: str, device: torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
-        raise RuntimeError(
-            coded(
-                "HP137",
-                f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda",
-            )
+        raise coded(
+            RuntimeError,
+            "HP137",
+            f"symmetric memory: {call}: not available on device {device.type!r}, only on cpu and cuda",
         )
     return device

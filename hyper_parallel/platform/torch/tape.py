@@ -275,13 +275,12 @@ class Tape:
 
     def refuse_reading(self, func: Any, tensor: torch.Tensor) -> None:
         if not tensor.is_meta and self._number(tensor) in self._deferred:
-            raise RuntimeError(
-                coded(
-                    "HP131",
-                    f"init_on_device('meta'): {getattr(func, '__name__', func)} reads a tensor of shape "
-                    f"{tuple(tensor.shape)}, but its random numbers are drawn in init_parameters. Compute it without "
-                    "tensors (math, random), or before the context.",
-                )
+            raise coded(
+                RuntimeError,
+                "HP131",
+                f"init_on_device('meta'): {getattr(func, '__name__', func)} reads a tensor of shape "
+                f"{tuple(tensor.shape)}, but its random numbers are drawn in init_parameters. Compute it without "
+                "tensors (math, random), or before the context.",
             )
 
     def close(self) -> None:
@@ -364,12 +363,11 @@ class Tape:
         for position, ref in op.outputs:
             out = leaves[position]
             if (out.dtype, out.shape) != (ref.dtype, ref.size):
-                raise RuntimeError(
-                    coded(
-                        "HP131",
-                        f"init_parameters: {op.func} gave {out.dtype} {tuple(out.shape)}, but {ref.dtype} "
-                        f"{tuple(ref.size)} when the module was built; a shape must not depend on random values",
-                    )
+                raise coded(
+                    RuntimeError,
+                    "HP131",
+                    f"init_parameters: {op.func} gave {out.dtype} {tuple(out.shape)}, but {ref.dtype} "
+                    f"{tuple(ref.size)} when the module was built; a shape must not depend on random values",
                 )
             if (out.stride(), out.storage_offset()) == (ref.stride, ref.offset):
                 memory[ref.storage] = out.untyped_storage()

@@ -121,18 +121,16 @@ class Tensors(Platform):
             or split_size < 1
             or not 0 <= index < split_size
         ):
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"chunk: index must be 0 to split_size - 1, got index {index!r} of split_size {split_size!r}",
             )
         if not -data.dim() <= split_dim < data.dim():
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"chunk: split_dim {split_dim} is not a dim of shape {tuple(data.shape)}",
             )
         return data.narrow(
             split_dim, *chunk_span(data.shape[split_dim], split_size, index)
@@ -166,20 +164,18 @@ class Tensors(Platform):
         self, x: Any, begin: Sequence[int], end: Sequence[int], stride: Sequence[int]
     ) -> Any:
         if not len(begin) == len(end) == len(stride) == x.dim():
-            raise ValueError(
-                coded(
-                    "HP139",
-                    f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
-                    f"have one entry for each dim of shape {tuple(x.shape)}",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                f"construct_strided_slice: begin {list(begin)}, end {list(end)} and stride {list(stride)} must "
+                f"have one entry for each dim of shape {tuple(x.shape)}",
             )
         for dim, (first, last, step) in enumerate(zip(begin, end, stride, strict=True)):
             if step == 0:
-                raise ValueError(
-                    coded(
-                        "HP139",
-                        f"construct_strided_slice: the stride of dim {dim} is 0",
-                    )
+                raise coded(
+                    ValueError,
+                    "HP139",
+                    f"construct_strided_slice: the stride of dim {dim} is 0",
                 )
             x = _slice_dim(x, dim, slice(first, last, step))
         return x
@@ -198,11 +194,10 @@ class Tensors(Platform):
             DTYPES.get(ALIASES.get(bare, bare)) if bare is not None else None
         )
         if dtype is None:
-            raise ValueError(
-                coded(
-                    "HP138",
-                    f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
-                )
+            raise coded(
+                ValueError,
+                "HP138",
+                f"{call}: unknown dtype {name!r}; known are {', '.join(sorted([*DTYPES, *ALIASES]))}",
             )
         return dtype
 
@@ -329,11 +324,10 @@ class Tensors(Platform):
 
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         if not input_tensor.is_leaf:
-            raise ValueError(
-                coded(
-                    "HP139",
-                    "set_tensor_requires_grad: the tensor was computed from others; detach() it first",
-                )
+            raise coded(
+                ValueError,
+                "HP139",
+                "set_tensor_requires_grad: the tensor was computed from others; detach() it first",
             )
         return input_tensor.requires_grad_()
 

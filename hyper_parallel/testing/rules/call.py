@@ -81,13 +81,15 @@ class CaughtCall:
         with _catching(calls):
             call(*in_form_of(operands, tensors))
         if not calls:
-            raise ValueError(
-                coded("HP603", "check_rule: the call runs no operator on its operands")
+            raise coded(
+                ValueError,
+                "HP603",
+                "check_rule: the call runs no operator on its operands",
             )
         self.func, self.args, self.kwargs, self.called = calls[0]
         if self.called.name not in OPERATORS:
-            raise ValueError(
-                coded("HP603", f"check_rule: {self.called.name} has no rule")
+            raise coded(
+                ValueError, "HP603", f"check_rule: {self.called.name} has no rule"
             )
         self.op = OPERATORS[self.called.name]
         arguments = self.op.arguments(
@@ -99,20 +101,18 @@ class CaughtCall:
             else self.op.rule(**arguments)
         )
         if ruled is None or callable(ruled):
-            raise ValueError(
-                coded(
-                    "HP603",
-                    f"check_rule: {self.called.name} has no rule for these arguments",
-                )
+            raise coded(
+                ValueError,
+                "HP603",
+                f"check_rule: {self.called.name} has no rule for these arguments",
             )
         self.bound, given = bound_call(self.op, self.called, arguments, ruled)
         found = list(tensors_in((self.args, self.kwargs)))
         if not all(any(t is one for t in tensors) for one in found):
-            raise ValueError(
-                coded(
-                    "HP603",
-                    f"check_rule: {self.called.name} is given a tensor that is not an operand of the call",
-                )
+            raise coded(
+                ValueError,
+                "HP603",
+                f"check_rule: {self.called.name} is given a tensor that is not an operand of the call",
             )
         # For each tensor among the arguments: which of our operands, and which of the rule's.
         self.ours = [
@@ -122,8 +122,8 @@ class CaughtCall:
             next(i for i, t in enumerate(flat(given)) if t is one) for one in found
         ]
         if len(set(self.ours)) != len(self.ours):
-            raise ValueError(
-                coded("HP603", "check_rule: the call must use each operand once")
+            raise coded(
+                ValueError, "HP603", "check_rule: the call must use each operand once"
             )
 
     def evaluate(

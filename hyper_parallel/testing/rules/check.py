@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.placement_types import commute
 from hyper_parallel.core.shard.arguments import flat
 from hyper_parallel.core.shard.rule import BoundRule, Choice
 from hyper_parallel.platform import PlatformType, get_platform
-from hyper_parallel.platform.error_codes import coded, without_code
+from hyper_parallel.platform.error_codes import coded, without_hint
 from hyper_parallel.testing.rules.call import CaughtCall, in_form_of
 from hyper_parallel.testing.rules.choice import OneChoice
 from hyper_parallel.testing.rules.gradients import (
@@ -79,13 +79,12 @@ def check_rule(
                     compare_second(one, operands, weights, of_second)
             except AssertionError as error:
                 done_by = (
-                    f"{' and '.join(map(str, combination))}: {without_code(str(error))}"
+                    f"{' and '.join(map(str, combination))}: {without_hint(error)}"
                 )
-                raise AssertionError(
-                    coded(
-                        "HP604",
-                        f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}",
-                    )
+                raise coded(
+                    AssertionError,
+                    "HP604",
+                    f"{caught.called.name}: {caught.bound.rule} on {mesh}: {done_by}",
                 ) from None
             done += 1
     return done
@@ -111,11 +110,10 @@ def _of_tensors(
 def _check_shapes(bound: BoundRule, expected: Sequence[Array]) -> None:
     shapes = [tuple(shape) for shape in _flat_shapes(bound.result_shapes)]
     if [y.shape for y in expected] != shapes:
-        raise AssertionError(
-            coded(
-                "HP604",
-                f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}",
-            )
+        raise coded(
+            AssertionError,
+            "HP604",
+            f"the rule gives results of shapes {shapes}, the operator {[y.shape for y in expected]}",
         )
 
 

@@ -75,15 +75,14 @@ class OneChoice:
             true, [REPLICATE if place.op else place for place in places]
         )
         if [x.shape for x in mine] != [x.shape for x in shares]:
-            raise AssertionError(
-                coded("HP604", "a rank's result is not the piece it should be")
+            raise coded(
+                AssertionError, "HP604", "a rank's result is not the piece it should be"
             )
         if wrong := {str(x.dtype) for x in mine if x.dtype != true.dtype}:
-            raise AssertionError(
-                coded(
-                    "HP604",
-                    f"a result's dtype is {', '.join(sorted(wrong))}, not {true.dtype}",
-                )
+            raise coded(
+                AssertionError,
+                "HP604",
+                f"a result's dtype is {', '.join(sorted(wrong))}, not {true.dtype}",
             )
         self.pieces.require_same("result", self.pieces.join(mine, places), true)
 
@@ -135,11 +134,10 @@ class OneChoice:
     ) -> None:
         number, leaving = self.caught.rules[i], self.of_operands("grads_out")[i]
         if (true is None) != (gradients[0] is None):
-            raise AssertionError(
-                coded(
-                    "HP604",
-                    f"operand {number} has a gradient in one call and none in the other",
-                )
+            raise coded(
+                AssertionError,
+                "HP604",
+                f"operand {number} has a gradient in one call and none in the other",
             )
         if true is None:
             return

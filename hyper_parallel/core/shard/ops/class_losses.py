@@ -126,49 +126,43 @@ def _check(
     shape, classes = tuple(input.shape), input.shape[dim]
     positions = _without(shape, dim)
     if not in_shares and tuple(target.shape) != positions:
-        raise ValueError(
-            coded(
-                "HP315",
-                f"cross_entropy: expected a target of shape {positions}, or {shape} if it gives every class its share, "
-                f"for input of shape {shape}, got {tuple(target.shape)}",
-            )
+        raise coded(
+            ValueError,
+            "HP315",
+            f"cross_entropy: expected a target of shape {positions}, or {shape} if it gives every class its share, "
+            f"for input of shape {shape}, got {tuple(target.shape)}",
         )
     if weight is not None and tuple(weight.shape) != (classes,):
-        raise ValueError(
-            coded(
-                "HP315",
-                f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}",
-            )
+        raise coded(
+            ValueError,
+            "HP315",
+            f"cross_entropy: expected a weight for each of {classes} classes, got {tuple(weight.shape)}",
         )
     if platform.is_floating_point(target) != in_shares:
-        raise OperatorError(
-            coded(
-                "HP315",
-                f"cross_entropy: a target of shape {tuple(target.shape)} for input of shape {shape} gives "
-                f"{'every class its share, as floating point' if in_shares else 'classes, as integers'}; got "
-                f"{target.dtype}",
-            )
+        raise coded(
+            OperatorError,
+            "HP315",
+            f"cross_entropy: a target of shape {tuple(target.shape)} for input of shape {shape} gives "
+            f"{'every class its share, as floating point' if in_shares else 'classes, as integers'}; got "
+            f"{target.dtype}",
         )
     if in_shares and ignore_index >= 0:
-        raise OperatorError(
-            coded(
-                "HP315",
-                "cross_entropy: ignore_index is for targets that are classes, not shares of all classes",
-            )
+        raise coded(
+            OperatorError,
+            "HP315",
+            "cross_entropy: ignore_index is for targets that are classes, not shares of all classes",
         )
     if not in_shares and weight is not None and platform.is_recorded(weight.to_local()):
-        raise OperatorError(
-            coded(
-                "HP315",
-                "cross_entropy: it gives no gradient for weight, which requires one; weight.detach()",
-            )
+        raise coded(
+            OperatorError,
+            "HP315",
+            "cross_entropy: it gives no gradient for weight, which requires one; weight.detach()",
         )
     if not 0 <= label_smoothing <= 1:
-        raise OperatorError(
-            coded(
-                "HP315",
-                f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}",
-            )
+        raise coded(
+            OperatorError,
+            "HP315",
+            f"cross_entropy: label_smoothing must be between 0 and 1, got {label_smoothing}",
         )
 
 
@@ -177,12 +171,11 @@ def _in_one_piece(input: DTensor) -> DTensor:
     if not input.layout.is_fused:
         return input
     if MODES.loss_parallel:
-        raise OperatorError(
-            coded(
-                "HP315",
-                f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by "
-                "section; redistribute() them so that the classes of a rank follow each other",
-            )
+        raise coded(
+            OperatorError,
+            "HP315",
+            f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by "
+            "section; redistribute() them so that the classes of a rank follow each other",
         )
     return input.redistribute(None, input.layout.unfused())
 
@@ -313,12 +306,11 @@ def _refuse_outside(call: _Call, target: Any) -> None:
     targets = target.reshape(-1)  # MindSpore takes no mask of a tensor without dims
     outside = targets[call.kept(targets) & ((targets < 0) | (targets >= call.classes))]
     if len(outside):
-        raise IndexError(
-            coded(
-                "HP315",
-                f"cross_entropy: target {int(outside[0])} is out of bounds: there are {call.classes} classes, from 0 "
-                f"to {call.classes - 1}, and ignore_index is {call.ignore_index}",
-            )
+        raise coded(
+            IndexError,
+            "HP315",
+            f"cross_entropy: target {int(outside[0])} is out of bounds: there are {call.classes} classes, from 0 "
+            f"to {call.classes - 1}, and ignore_index is {call.ignore_index}",
         )
 
 
@@ -361,12 +353,11 @@ def _functions() -> dict[str, Any]:
 
         @staticmethod
         def backward(*_: Any) -> Any:
-            raise OperatorError(
-                coded(
-                    "HP315",
-                    "cross_entropy: scores with cut classes have no second derivative; redistribute() them to whole "
-                    "classes",
-                )
+            raise coded(
+                OperatorError,
+                "HP315",
+                "cross_entropy: scores with cut classes have no second derivative; redistribute() them to whole "
+                "classes",
             )
 
     return {"losses": Losses}

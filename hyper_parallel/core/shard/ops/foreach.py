@@ -81,13 +81,12 @@ def _refuse_mixtures(name: str, values: Sequence[Any]) -> None:
             layout = next(
                 entry._layout for entry in sized if isinstance(entry, DTensor)
             )
-            raise OperatorError(
-                coded(
-                    "HP304",
-                    f"{name}: at index {index} a plain tensor meets a distributed one in {layout}. Lists may hold "
-                    "both, but entries of the same index must all be plain or all be distributed: "
-                    "distribute_tensor(tensor, mesh, placements)",
-                )
+            raise coded(
+                OperatorError,
+                "HP304",
+                f"{name}: at index {index} a plain tensor meets a distributed one in {layout}. Lists may hold "
+                "both, but entries of the same index must all be plain or all be distributed: "
+                "distribute_tensor(tensor, mesh, placements)",
             )
 
 
@@ -214,12 +213,11 @@ def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             str(entry._layout) if isinstance(entry, DTensor) else "plain"
             for entry in entries
         ]
-        raise OperatorError(
-            coded(
-                "HP316",
-                f"{name}: tensor {differing} of each list must lie alike, without a pending reduction; they lie as "
-                f"{', '.join(layouts)}. Redistribute the gradient, or construct the optimizer with fused=False",
-            )
+        raise coded(
+            OperatorError,
+            "HP316",
+            f"{name}: tensor {differing} of each list must lie alike, without a pending reduction; they lie as "
+            f"{', '.join(layouts)}. Redistribute the gradient, or construct the optimizer with fused=False",
         )
     for line in _lists(values):
         _refuse_copies(name, line)
@@ -252,11 +250,10 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         by_name[name] for name in ("self", "found_inf", "inv_scale")
     )
     if _differing([gradients]) is not None:
-        raise OperatorError(
-            coded(
-                "HP316",
-                "unscaling gradients: a reduction is pending on some of them; reduce_partial() first",
-            )
+        raise coded(
+            OperatorError,
+            "HP316",
+            "unscaling gradients: a reduction is pending on some of them; reduce_partial() first",
         )
     _refuse_copies("unscaling gradients", gradients)
     func(_shards(gradients), _shards(found), _shards(scale))

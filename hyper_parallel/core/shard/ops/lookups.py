@@ -73,18 +73,16 @@ def read_by(text: str, table: Any) -> Rule:
 
 def _embedding(max_norm: Any, scale_grad_by_freq: bool, sparse: bool, **_: Any) -> Any:
     if max_norm is not None:
-        raise OperatorError(
-            coded(
-                "HP312",
-                "embedding: max_norm changes the weight while it is read; not for distributed tensors",
-            )
+        raise coded(
+            OperatorError,
+            "HP312",
+            "embedding: max_norm changes the weight while it is read; not for distributed tensors",
         )
     if sparse:
-        raise OperatorError(
-            coded(
-                "HP312",
-                "embedding: sparse gradients are not for distributed tensors; use sparse=False",
-            )
+        raise coded(
+            OperatorError,
+            "HP312",
+            "embedding: sparse gradients are not for distributed tensors; use sparse=False",
         )
     if scale_grad_by_freq:
         return None  # it counts the indices of the whole batch

@@ -391,11 +391,10 @@ def _cross_entropy_of_cut_classes(
 ) -> Any:
     reduction = _asked(**more)
     if reduction not in REDUCTIONS:
-        raise ValueError(
-            coded(
-                "HP315",
-                f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}",
-            )
+        raise coded(
+            ValueError,
+            "HP315",
+            f"cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}",
         )
     found, weights = losses_of_cut_classes(
         input, target, weight, ignore_index, label_smoothing

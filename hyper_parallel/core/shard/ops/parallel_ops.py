@@ -47,17 +47,16 @@ class DistributedOp:
         )
         operator(op_name, names, rule)
 
-    def infer_layout(self, layouts: Any, extra_args: Any = None) -> Any:
+    def infer_layout(self, layouts: Any, extra_args: Any = None) -> Any:  # noqa: ARG002
         """The layout of the result, or of every result.
 
         ``layouts``: for each positional argument its layout, None for what is no distributed tensor; ``extra_args``:
         the arguments that are no distributed tensors.
         """
-        raise NotImplementedError(
-            coded(
-                "HP318",
-                f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()",
-            )
+        raise coded(
+            NotImplementedError,
+            "HP318",
+            f"{self.op_name}: {type(self).__name__} must give a rule or define infer_layout()",
         )
 
     def get_expand_impl(

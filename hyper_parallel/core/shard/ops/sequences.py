@@ -121,11 +121,10 @@ def _embedding_bag(
     **_: Any,
 ) -> Any:
     if max_norm is not None or sparse:
-        raise OperatorError(
-            coded(
-                "HP312",
-                "embedding_bag: neither max_norm nor sparse gradients are for distributed tensors",
-            )
+        raise coded(
+            OperatorError,
+            "HP312",
+            "embedding_bag: neither max_norm nor sparse gradients are for distributed tensors",
         )
     if scale_grad_by_freq or 0 in input.shape:
         return None

@@ -507,12 +507,11 @@ def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
 
 
 def _in_one_memory(func: Any, *_: Any) -> None:
-    raise OperatorError(
-        coded(
-            "HP311",
-            f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a "
-            "distributed tensor lie in many; use reshape, permute, expand, unfold or an index",
-        )
+    raise coded(
+        OperatorError,
+        "HP311",
+        f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a "
+        "distributed tensor lie in many; use reshape, permute, expand, unfold or an index",
     )
 
 
