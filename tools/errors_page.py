@@ -20,8 +20,8 @@ attribute, `error.code`. The same is printed by
 $ hyper-parallel explain HP203
 ```
 
-Errors keep their Python types (`ValueError`, `TypeError`, ...). What an operator refuses on one device as well, as an index
-out of bounds, has no code.
+Errors keep their Python types (`ValueError`, `TypeError`, ...). What an operator refuses on one device as well, as an
+index out of bounds, has no code.
 
 ## When ranks part
 
