@@ -15,9 +15,11 @@ from hyper_parallel.core.dtensor.operators import (
 from hyper_parallel.core.dtensor.placement_types import (
     FusedShard,
     Partial,
+    RaggedShard,
     Replicate,
     Shard,
     StridedShard,
+    ZigzagShard,
 )
 from hyper_parallel.platform import (
     CheckpointPolicy,
@@ -55,12 +57,14 @@ __all__ = [
     "Partial",
     "Platform",
     "PlatformType",
+    "RaggedShard",
     "Replicate",
     "RowwiseParallel",
     "SequenceParallel",
     "Shard",
     "SkipDTensorDispatch",
     "StridedShard",
+    "ZigzagShard",
     "distribute_module",
     "distribute_tensor",
     "get_current_mesh",

@@ -37,7 +37,7 @@ LONGEST_FIRST = [  # by the time they take, largest first: what is not here take
     "rules/test_operators.py",
     "frameworks/test_parity.py",
     "rules/test_dispatch.py",
-    "distributed/test_fused.py",
+    "distributed/test_irregular.py",
     "distributed/test_train_command.py",
     "distributed/test_in_place_torch.py",
     "frameworks/test_shared_checkpoint_example.py",

@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
+from hyper_parallel.core.dtensor.placement_types import RaggedShard, ZigzagShard
 
 MESHES = {2: [(2,), (1, 2)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
 OPS = [
@@ -51,14 +52,21 @@ def own_indices(layout, shape, coordinate):
     for size, axes in zip(shape, layout.dim_axes, strict=True):
         indices = torch.arange(size)
         for axis in axes:
-            sections = getattr(layout.placements[axis], "sections", (len(indices),))
-            pieces = [
-                _piece(part, layout.mesh_shape[axis], coordinate[axis])
-                for part in indices.split(sections)
-            ]
-            indices = torch.cat(pieces)
+            placement, ranks = layout.placements[axis], layout.mesh_shape[axis]
+            indices = _own(placement, indices, ranks, coordinate[axis])
         found.append(indices.numpy())
     return found
+
+
+def _own(placement, indices, ranks, place):
+    if isinstance(placement, RaggedShard):
+        return indices.split(placement.sizes)[place]
+    if isinstance(placement, ZigzagShard):
+        chunks = [place, 2 * ranks - 1 - place]
+        return torch.cat([_piece(indices, 2 * ranks, chunk) for chunk in chunks])
+    sections = getattr(placement, "sections", (len(indices),))
+    pieces = [_piece(part, ranks, place) for part in indices.split(sections)]
+    return torch.cat(pieces)
 
 
 def _piece(indices, count, place):

@@ -53,6 +53,11 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    RaggedShard,
+    ZigzagShard,
+)
 
 TAG = "0123456789abcdef"
 MOST_SECONDS = 2.0  # of processor time, so that a busy machine finds nothing
@@ -124,7 +129,9 @@ def metadata_corpus() -> list[Input]:
 
 def _tensors() -> Iterator[dict[str, TensorStorageMetadata]]:
     grid = Cut((2, 4), range(8), ((1,), ()), names=("dp", "tp"))
-    fused = Cut((4,), (3, 1, 2, 0), ((0,), ()), {0: (16, 8, 8)})
+    fused = Cut((4,), (3, 1, 2, 0), ((0,), ()), {0: FusedShard(0, (16, 8, 8))})
+    zigzag = Cut((4,), range(4), ((), (0,)), {1: ZigzagShard(1)})
+    ragged = Cut((3,), range(3), ((0,), ()), {0: RaggedShard(0, (20, 0, 12))})
     nested = Cut((2, 2, 2), range(8, 16), ((2, 0), ()))
     boxes = [
         ((0, 2), (0, 1)),
@@ -138,6 +145,8 @@ def _tensors() -> Iterator[dict[str, TensorStorageMetadata]]:
     yield {
         "model.w": w,
         "model.qkv": _tensor("float32", (32, 4), ChunkGrid((32, 4), fused)),
+        "model.ids": _tensor("int64", (4, 32), ChunkGrid((4, 32), zigzag)),
+        "model.rows": _tensor("float32", (32, 4), ChunkGrid((32, 4), ragged)),
     }
     yield {
         "model.w": w,

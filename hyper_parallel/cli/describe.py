@@ -19,6 +19,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
 )
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks
 from hyper_parallel.core.distributed_checkpoint.strict_json import quoted
+from hyper_parallel.core.dtensor.placement_types import Shard
 
 
 def described(path: Path, kind: str, metadata: Metadata) -> dict[str, Any]:
@@ -103,13 +104,11 @@ def layout_text(chunks: Chunks) -> str:
 
 
 def _cutting(cut: Cut) -> list[str]:
-    told = []
+    parts = []
     for dim, axes in enumerate(cut.dim_axes):
-        sections = (
-            f": {'+'.join(map(str, cut.sections[dim]))}" if dim in cut.sections else ""
-        )
-        told += [f"S({dim}{sections}) on {_axis(cut, axis)}" for axis in axes]
-    return told
+        placement = cut.irregular.get(dim, Shard(dim))
+        parts += [f"{placement} on {_axis(cut, axis)}" for axis in axes]
+    return parts
 
 
 def _axis(cut: Cut, axis: int) -> str:

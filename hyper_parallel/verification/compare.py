@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import (
-    FusedShard,
     Placement,
     Replicate,
     Shard,
@@ -43,18 +43,18 @@ SMALL = 1e-3  # of the largest magnitude: what is smaller may be nothing but rou
 
 
 class Comparison:
-    """Compares tensors on one rank of a mesh. ``sections``: those of the model's fused projections."""
+    """Compares tensors on one rank of a mesh. ``irregular``: the placements of parameters to try."""
 
     def __init__(
         self,
         mesh: DeviceMesh,
         tolerance: float | None = None,
-        sections: Sequence[tuple[int, ...]] = (),
+        irregular: Sequence[Shard] = (),
     ) -> None:
         self.mesh = mesh
         self.rank = mesh.rank
         self._tolerance = tolerance
-        self._sections = tuple(sections)
+        self._irregular = tuple(irregular)
 
     def difference(
         self, kind: str, name: str, truth: Value, mine: Value, scale: float
@@ -96,7 +96,7 @@ class Comparison:
                         platform.tensor_to_numpy(mine.pending.full_tensor()),
                     ), ""
             return _far(_part_of(mine.layout, whole), mine.array), ""
-        layouts = _layouts(self.mesh, shape, mine.shape, self._sections)
+        layouts = _layouts(self.mesh, shape, mine.shape, self._irregular)
         if not layouts:
             return math.inf, f"its shape is {mine.shape}, which is no part of {shape}"
         return min(_far(_part_of(layout, whole), mine.array) for layout in layouts), ""
@@ -133,20 +133,16 @@ def _layouts(
     mesh: DeviceMesh,
     shape: tuple[int, ...],
     local: tuple[int, ...],
-    sections: tuple[tuple[int, ...], ...],
+    irregular: tuple[Shard, ...],
 ) -> tuple[Layout, ...]:
     """The layouts in which this rank has that much of a tensor."""
     if len(shape) != len(local):
         return ()
     found = []
-    for placements in itertools.product(_placements(shape, sections), repeat=mesh.ndim):
-        fused = [p.dim for p in placements if isinstance(p, FusedShard)]
-        if len(fused) > 1 or any(
-            p.is_shard(dim)
-            for dim in fused
-            for p in placements
-            if not isinstance(p, FusedShard)
-        ):
+    for placements in itertools.product(
+        _placements(mesh, shape, irregular), repeat=mesh.ndim
+    ):
+        if not _go_together(placements):
             continue
         layout = Layout.from_device_mesh(mesh)(list(placements)).bind(len(shape))
         if layout.local_shape(shape) == local:
@@ -154,10 +150,30 @@ def _layouts(
     return tuple(found)
 
 
+def _go_together(placements: Sequence[Placement]) -> bool:
+    """Whether at most one axis has an irregular placement, and no other shards its dim."""
+    shards = [p for p in placements if isinstance(p, Shard)]
+    irregular = [p for p in shards if not p.is_chunked]
+    if len(irregular) > 1:
+        return False
+    return not irregular or [p.dim for p in shards].count(irregular[0].dim) == 1
+
+
 def _placements(
-    shape: tuple[int, ...], sections: tuple[tuple[int, ...], ...]
+    mesh: DeviceMesh, shape: tuple[int, ...], irregular: tuple[Shard, ...]
 ) -> Iterator[Placement]:
     yield Replicate()
     for dim, size in enumerate(shape):
         yield Shard(dim)
-        yield from (FusedShard(dim, sizes) for sizes in sections if sum(sizes) == size)
+        for placement in irregular:
+            moved = replace(placement, dim=dim)
+            if all(_fits(moved, size, ranks) for ranks in mesh.mesh_shape):
+                yield moved
+
+
+def _fits(placement: Shard, size: int, ranks: int) -> bool:
+    try:
+        placement.spans(size, ranks, 0)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
-from hyper_parallel.core.dtensor.placement_types import FusedShard
+from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import raising_line
 from hyper_parallel.verification.compare import TOLERANCES, Comparison, largest
@@ -55,10 +55,10 @@ class _Judged:
             if v.layout is not None
             for p in v.layout.placements
         )
-        sections = dict.fromkeys(
-            p.sections for p in placements if isinstance(p, FusedShard)
+        irregular = dict.fromkeys(
+            p for p in placements if isinstance(p, Shard) and not p.is_chunked
         )
-        self.compare = Comparison(mesh, tolerance, tuple(sections))
+        self.compare = Comparison(mesh, tolerance, tuple(irregular))
 
     # --- the reports
 

@@ -226,6 +226,27 @@ def test_importing_and_choosing_the_platform_is_light():
     assert calls < MOST_CALLS
 
 
+PLANNING = """
+import sys
+from hyper_parallel import Layout, Replicate, Shard, ZigzagShard
+from hyper_parallel.core.dtensor.redistribution import plan
+grid = Layout((2, 4), ("dp", "tp"))
+made = plan(grid([Shard(0), ZigzagShard(1)]), grid([Shard(1), Replicate()]), (8, 64))
+assert made.nbytes and made.layouts[-1] is grid([Shard(1), Replicate()]).bind(2)
+{control}
+assert not {{"torch", "mindspore"}} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("control", "code"), [("", 0), ("grid.mesh.get_group('tp')", 1)]
+)
+def test_layouts_and_plans_need_no_framework(control, code):
+    script = PLANNING.format(control=control)
+    run = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
+    assert run.returncode == code
+
+
 def test_control_a_heavy_import_is_found():
     calls, count, new = import_cost("import torch.distributed.fsdp")
     assert heavy(new)

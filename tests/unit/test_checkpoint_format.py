@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel import FusedShard
 from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, ChunkList, Cut
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import (
@@ -83,7 +84,9 @@ def test_what_another_program_writes_is_understood():
     assert w.chunks.cut == Cut((2, 4), range(8), ((1,), ()), {}, ("dp", "tp"))
     assert [w.chunks.place(n) for n in range(len(w.chunks))] == [4, 5, 6, 7]
     assert w.chunks[1] == ChunkStorageMetadata((2, 0), (2, 6))
-    assert qkv.chunks.cut == Cut((4,), (3, 1, 2, 0), ((0,),), {0: (16, 8, 8)})
+    assert qkv.chunks.cut == Cut(
+        (4,), (3, 1, 2, 0), ((0,),), {0: FusedShard(0, (16, 8, 8))}
+    )
     assert [(c.offsets, c.sizes) for c in part.chunks] == [
         ((0, 0), (3, 1)),
         ((0, 1), (3, 1)),
@@ -192,7 +195,13 @@ WRONG = [
     (("layouts", 1, "sections"), {"1": [32]}, r'sections."1": is not a dim that exactly one axis cuts'),
     (("layouts", 1, "sections"), {"00": [32]}, r'sections."00": is not a dim'),
     (("layouts", 1, "sections"), {"0": []}, "expected at least one size"),
-    (("layouts", 1, "sections"), {"0": [16, 8, 9]}, "qkv.layout: the sections of dim 0 add up to 33, expected 32"),
+    (("layouts", 1, "sections"), {"0": [16, 8, 9]}, "qkv.layout: the sizes of .* add up to 33, but dim 0"),
+    (("layouts", 1, "shards"), {"1": "Z(1)"}, r'shards."1": is not a dim that exactly one axis cuts'),
+    (("layouts", 1, "shards"), {"0": "S(0)"}, "'S\\(0\\)' is not an irregular placement"),
+    (("layouts", 1, "shards"), {"0": "Z(1)"}, "is about dim 1, expected 0"),
+    (("layouts", 1, "shards"), {"0": "Z(0; 3)"}, "is not an irregular placement"),
+    (("layouts", 1, "shards"), {"0": "G(0; 16+16)"}, "has 2 sizes, but the axis has 4 ranks"),
+    (("layouts", 1, "shards"), {"0": "G(0; 1+2+3+4)"}, "add up to 10, but dim 0 has size 32"),
     (("layouts", 0), layout(cuts=[[0, 1], []], sections={"0": [8]}), "is not a dim that exactly one axis cuts"),
     (("tensors",), [], "tensors: expected an object"),
     (("tensors", "model.w"), 3, r'tensors."model.w": expected an object, got 3'),

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts_on, own_indices
 
-from hyper_parallel import FusedShard, Layout, Replicate, Shard
+from hyper_parallel import (
+    FusedShard,
+    Layout,
+    RaggedShard,
+    Replicate,
+    Shard,
+    ZigzagShard,
+)
 from hyper_parallel.core.distributed_checkpoint.chunks import (
     ChunkGrid,
     ChunkList,
@@ -72,6 +79,20 @@ def test_a_grid_is_what_the_layout_says(case):
 def test_a_grid_of_sections(sections):
     layout = Layout((2, 4), ("dp", "tp"))([Shard(1), FusedShard(0, sections)])
     check_grid(layout.bind(2), (sum(sections), 5))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 0, 4), (0, 0, 0, 0), (0, 9, 0, 0), (1, 1, 1, 1)]
+)
+def test_a_grid_of_ragged_parts(sizes):
+    layout = Layout((2, 4), ("dp", "tp"))([Shard(1), RaggedShard(0, sizes)])
+    check_grid(layout.bind(2), (sum(sizes), 5))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 16, 19])
+def test_a_grid_of_zigzag_chunks(size):
+    layout = Layout((2, 4), ("dp", "tp"))([Shard(1), ZigzagShard(0)])
+    check_grid(layout.bind(2), (size, 5))
 
 
 def check_grid(layout, shape):

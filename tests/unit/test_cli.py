@@ -17,6 +17,7 @@ from hyper_parallel.core.distributed_checkpoint.convert import (
     checkpoint_to_state_dict,
     state_dict_to_checkpoint,
 )
+from hyper_parallel.core.dtensor.placement_types import FusedShard
 
 
 def run(*arguments):
@@ -77,8 +78,8 @@ def test_layouts_are_told_by_their_axes():
         layout_text(ChunkGrid((8,), Cut((2, 4), range(8), ((0, 1),), names=names)))
         == "S(0) on dp, S(0) on tp"
     )
-    fused = Cut((2,), range(2), ((0,),), {0: (6, 3, 3)})
-    assert layout_text(ChunkGrid((12,), fused)) == "S(0: 6+3+3) on axis 0"
+    fused = Cut((2,), range(2), ((0,),), {0: FusedShard(0, (6, 3, 3))})
+    assert layout_text(ChunkGrid((12,), fused)) == "F(0; 6+3+3) on axis 0"
 
 
 def test_names_from_files_cannot_command_the_terminal(tmp_path):

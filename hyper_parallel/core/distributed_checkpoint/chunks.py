@@ -19,9 +19,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 from hyper_parallel.core.distributed_checkpoint.metadata import ChunkStorageMetadata
-from hyper_parallel.platform.transform import chunk_span
+from hyper_parallel.core.dtensor.geometry import Box, Span, nested_span, overlap
+from hyper_parallel.core.dtensor.placement_types import Shard
 
-Box = tuple[tuple[int, int], ...]  # (offset, size) along each dim
 Place = int | str  # the rank that wrote a chunk, or the name of the file that has it
 
 
@@ -88,13 +88,13 @@ class Part(NamedTuple):
 class Cut:
     """How a mesh cuts a tensor: for each dim the axes that do, the outermost first.
 
-    ``sections`` are the sizes of the parts of a dim that are cut each for itself. A dim that no axis cuts is one piece.
+    ``irregular`` has the placements of dims that are not divided into chunks. A dim that no axis shards is one piece.
     """
 
     mesh_shape: tuple[int, ...]
     ranks: range | tuple[int, ...]  # of the mesh, the last axis fastest
     dim_axes: tuple[tuple[int, ...], ...]
-    sections: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    irregular: Mapping[int, Shard] = field(default_factory=dict)  # by dim
     names: tuple[str, ...] | None = None  # of the axes, for people
 
     @cached_property
@@ -120,17 +120,9 @@ class Cut:
         counts = [
             math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dim_axes
         ]
-        for dim, sections in self.sections.items():
-            counts[dim] *= len(sections)
+        for dim, placement in self.irregular.items():
+            counts[dim] = placement.piece_count(counts[dim])
         return tuple(counts)
-
-    @cached_property
-    def section_starts(self) -> dict[int, tuple[int, ...]]:
-        """Where the sections of a dim begin."""
-        return {
-            dim: tuple(itertools.accumulate(sizes, initial=0))
-            for dim, sizes in self.sections.items()
-        }
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -145,21 +137,15 @@ class Cut:
         """The ranks that were asked for, by the number of the chunk and the replica; many tensors share a cut."""
         return {}
 
-    def span(self, dim: int, size: int, piece: int) -> tuple[int, int]:
+    def span(self, dim: int, size: int, piece: int) -> Span:
         """(offset, size) of one of the pieces of a dim."""
-        if dim in self.sections:
-            sections = self.sections[dim]
-            count = self.pieces[dim] // len(sections)
-            section, piece = divmod(piece, count)
-            offset, length = chunk_span(sections[section], count, piece)
-            return self.section_starts[dim][section] + offset, length
-        offset = 0
-        for axis, index in zip(
-            self.dim_axes[dim], self._coordinates(dim, piece), strict=True
-        ):
-            step, size = chunk_span(size, self.mesh_shape[axis], index)
-            offset += step
-        return offset, size
+        ranks = [self.mesh_shape[axis] for axis in self.dim_axes[dim]]
+        if dim in self.irregular:
+            placement = self.irregular[dim]
+            rank, number = placement.owner_of(piece, ranks[0])
+            return placement.spans(size, ranks[0], rank)[number]
+        coordinates = self._coordinates(dim, piece)
+        return nested_span(size, list(zip(ranks, coordinates, strict=True)))
 
     def rank(self, cell: Sequence[int], replica: int) -> int:
         """The rank that has this piece of each dim, as the given one of those that have it."""
@@ -198,15 +184,22 @@ class Cut:
             for stride, size in zip(self.strides, self.mesh_shape, strict=True)
         )
 
-    def _pieces_of(self, dim: int, coordinate: Sequence[int]) -> range:
+    def _pieces_of(self, dim: int, coordinate: Sequence[int]) -> Sequence[int]:
+        """The pieces of a dim that a coordinate holds, ascending."""
+        if dim in self.irregular:
+            axis = self.dim_axes[dim][0]
+            placement, ranks = self.irregular[dim], self.mesh_shape[axis]
+            return placement.pieces_of(coordinate[axis], ranks)
         piece = 0
         for axis in self.dim_axes[dim]:
             piece = piece * self.mesh_shape[axis] + coordinate[axis]
-        count = len(self.sections.get(dim, (0,)))
-        return range(piece, self.pieces[dim], self.pieces[dim] // count)
+        return [piece]
 
     def _coordinates(self, dim: int, piece: int) -> list[int]:
-        """Where along the axes that cut a dim a piece lies."""
+        """Where along the axes that shard a dim a piece lies."""
+        if dim in self.irregular:
+            ranks = self.mesh_shape[self.dim_axes[dim][0]]
+            return [self.irregular[dim].owner_of(piece, ranks)[0]]
         found = []
         for axis in reversed(self.dim_axes[dim]):
             piece, index = divmod(piece, self.mesh_shape[axis])
@@ -254,14 +247,13 @@ class ChunkGrid(Chunks):
                 yield Part(self.number(cell), box, self._within(cell))
 
     def _within(self, cell: Sequence[int]) -> tuple[int, ...]:
-        """Where in the shard of the rank that has it a cell begins: after the pieces of earlier sections."""
+        """Where a cell begins in the shard of the rank that holds it: after its earlier spans."""
         starts = [0] * len(cell)
-        for dim, sections in self.cut.sections.items():
-            count = self.cut.pieces[dim] // len(sections)
-            earlier = range(cell[dim] % count, cell[dim], count)
-            starts[dim] = sum(
-                self.cut.span(dim, self.size[dim], piece)[1] for piece in earlier
-            )
+        for dim, placement in self.cut.irregular.items():
+            ranks = self.cut.mesh_shape[self.cut.dim_axes[dim][0]]
+            rank, number = placement.owner_of(cell[dim], ranks)
+            earlier = placement.spans(self.size[dim], ranks, rank)[:number]
+            starts[dim] = sum(size for _, size in earlier)
         return tuple(starts)
 
     def chunk(self, number: int) -> ChunkStorageMetadata:
@@ -325,14 +317,3 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(
         tuple(offset for offset, _ in box), tuple(size for _, size in box)
     )
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
-    found = []
-    for (start, size), (begin, length) in zip(one, other, strict=True):
-        first, last = max(start, begin), min(start + size, begin + length)
-        if first >= last:
-            return None
-        found.append((first, last - first))
-    return tuple(found)

@@ -123,12 +123,12 @@ def cut_of(layout: Layout) -> Cut:
     """How a layout cuts its tensors."""
     ranks: Any = layout.rank_list
     span = range(ranks[0], ranks[0] + len(ranks))
-    sections = {p.dim: p.sections for p in layout.fused.values()}
+    irregular = {p.dim: p for p in layout.irregular.values()}
     return Cut(
         layout.mesh_shape,
         span if ranks == tuple(span) else ranks,
         layout.dim_axes,
-        sections,
+        irregular,
         layout.mesh.mesh_dim_names,
     )
 

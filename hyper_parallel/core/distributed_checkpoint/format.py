@@ -44,7 +44,12 @@ from hyper_parallel.core.distributed_checkpoint.strict_json import (
     is_text,
     parse,
 )
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.core.dtensor.placement_types import (
+    FusedShard,
+    Shard,
+    parse_irregular,
+)
+from hyper_parallel.platform.error_codes import coded, without_hint
 
 METADATA_FILE = "checkpoint.json"
 FORMAT = "hyper_parallel checkpoint"
@@ -74,9 +79,6 @@ _json = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), allow_nan=False
 ).encode
 _POSITION = 0
-_Layout = tuple[
-    Cut, dict[int, int]
-]  # with the sum of each dim's sections, which many tensors may ask for
 _Order = tuple[tuple[int, int, str], ...]
 
 
@@ -204,10 +206,17 @@ def _layout_json(cut: Cut) -> dict[str, Any]:
     else:
         made["ranks"] = list(cut.ranks)
     made["cuts"] = [list(axes) for axes in cut.dim_axes]
-    if cut.sections:
-        made["sections"] = {
-            str(dim): list(sizes) for dim, sizes in sorted(cut.sections.items())
-        }
+    irregular = sorted(cut.irregular.items())
+    sections = {
+        str(dim): list(placement.sections)
+        for dim, placement in irregular
+        if isinstance(placement, FusedShard)
+    }
+    shards = {str(dim): str(p) for dim, p in irregular if str(dim) not in sections}
+    if sections:
+        made["sections"] = sections
+    if shards:
+        made["shards"] = shards
     return made
 
 
@@ -323,8 +332,10 @@ def _tensor_name(field: Field) -> str:
     return name
 
 
-def _layout(field: Field) -> _Layout:
-    field.record("mesh", "names", "cuts", optional=("first", "ranks", "sections"))
+def _layout(field: Field) -> Cut:
+    field.record(
+        "mesh", "names", "cuts", optional=("first", "ranks", "sections", "shards")
+    )
     mesh = field["mesh"].integers(1, RANKS_END)
     cuts = tuple(axes.integers(0, len(mesh)) for axes in field["cuts"].elements())
     if len(mesh) > MOST_DIMS or len(cuts) > MOST_DIMS:
@@ -341,9 +352,8 @@ def _layout(field: Field) -> _Layout:
     )
     if names is not None and len(names) != len(mesh):
         field["names"].expected(f"a name for each of {len(mesh)} axes")
-    sections = _sections(field, cuts)
-    totals = {dim: sum(sizes) for dim, sizes in sections.items()}
-    return Cut(mesh, _mesh_ranks(field, math.prod(mesh)), cuts, sections, names), totals
+    irregular = {**_sections(field, cuts), **_shards(field, cuts, mesh)}
+    return Cut(mesh, _mesh_ranks(field, math.prod(mesh)), cuts, irregular, names)
 
 
 def _mesh_ranks(field: Field, count: int) -> range | tuple[int, ...]:
@@ -364,24 +374,51 @@ def _mesh_ranks(field: Field, count: int) -> range | tuple[int, ...]:
     return ranks
 
 
-def _sections(
-    field: Field, cuts: Sequence[Sequence[int]]
-) -> dict[int, tuple[int, ...]]:
-    made: dict[int, tuple[int, ...]] = {}
+def _sections(field: Field, cuts: Sequence[Sequence[int]]) -> dict[int, Shard]:
+    made: dict[int, Shard] = {}
     if "sections" not in field.value:
         return made
-    dims = {str(dim): dim for dim in range(len(cuts))}
     for sizes in field["sections"].values():
-        dim = dims.get(str(sizes.keys[-1]))
-        if dim is None or len(cuts[dim]) != 1:
-            sizes.fail("is not a dim that exactly one axis cuts")
-        made[dim] = sizes.integers(0)
-        if not made[dim]:
+        dim = _irregular_dim(sizes, cuts)
+        sections = sizes.integers(0)
+        if not sections:
             sizes.expected("at least one size")
+        made[dim] = FusedShard(dim, sections)
     return made
 
 
-def _tensor(field: Field, layouts: Sequence[_Layout]) -> TensorStorageMetadata:
+def _shards(
+    field: Field, cuts: Sequence[Sequence[int]], mesh: Sequence[int]
+) -> dict[int, Shard]:
+    made: dict[int, Shard] = {}
+    if "shards" not in field.value:
+        return made
+    for text in field["shards"].values():
+        dim = _irregular_dim(text, cuts)
+        try:
+            placement = parse_irregular(text.text())
+        except ValueError as error:
+            text.fail(without_hint(error))
+        ranks, size = mesh[cuts[dim][0]], placement.whole_size(0, 1)
+        if placement.dim != dim:
+            text.fail(f"is about dim {placement.dim}, expected {dim}")
+        try:
+            placement.spans(size, ranks, 0)
+        except ValueError as error:
+            text.fail(without_hint(error))
+        made[dim] = placement
+    return made
+
+
+def _irregular_dim(field: Field, cuts: Sequence[Sequence[int]]) -> int:
+    dims = {str(dim): dim for dim in range(len(cuts))}
+    dim = dims.get(str(field.keys[-1]))
+    if dim is None or len(cuts[dim]) != 1:
+        field.fail("is not a dim that exactly one axis cuts")
+    return dim
+
+
+def _tensor(field: Field, layouts: Sequence[Cut]) -> TensorStorageMetadata:
     where = ("chunks",) if "chunks" in field.value else ("layout", "replica")
     field.record("dtype", "shape", *where, optional=("requires_grad",))
     dtype, size = _kind(field)
@@ -416,17 +453,18 @@ def _properties(field: Field, dtype: str) -> TensorProperties:
     return TensorProperties(dtype, requires_grad)
 
 
-def _grid(field: Field, size: tuple[int, ...], layouts: Sequence[_Layout]) -> ChunkGrid:
-    cut, totals = layouts[field["layout"].integer(0, len(layouts))]
+def _grid(field: Field, size: tuple[int, ...], layouts: Sequence[Cut]) -> ChunkGrid:
+    cut = layouts[field["layout"].integer(0, len(layouts))]
     if len(cut.dim_axes) != len(size):
         field["layout"].fail(
             f"cuts {len(cut.dim_axes)} dims, but the tensor has {len(size)}"
         )
-    for dim, total in totals.items():
-        if total != size[dim]:
-            field["layout"].fail(
-                f"the sections of dim {dim} add up to {total}, expected {size[dim]}"
-            )
+    for dim, placement in cut.irregular.items():
+        ranks = cut.mesh_shape[cut.dim_axes[dim][0]]
+        try:
+            placement.spans(size[dim], ranks, 0)
+        except ValueError as error:
+            field["layout"].fail(without_hint(error))
     return ChunkGrid(size, cut, field["replica"].integer(0, cut.replicas))
 
 

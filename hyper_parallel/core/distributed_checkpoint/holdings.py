@@ -80,7 +80,7 @@ class Holdings:
     def data(self, name: str, offsets: tuple[int, ...]) -> Any:
         """The plain tensor of one of these chunks."""
         local = self.tensors[name]
-        if not self.entries[name].cut.sections:
+        if not self.entries[name].cut.irregular:
             return local
         part = next(
             p

@@ -12,18 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.core.distributed_checkpoint.chunks import (
-    Box,
     ChunkList,
     Chunks,
     Part,
     box_of,
-    overlap,
 )
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
 )
 from hyper_parallel.core.distributed_checkpoint.planner import LoadItemType, ReadItem
+from hyper_parallel.core.dtensor.geometry import Box, overlap
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.core.distributed_checkpoint.chunks import Box, Place
+from hyper_parallel.core.distributed_checkpoint.chunks import Place
 from hyper_parallel.core.distributed_checkpoint.data_file import (
     STEP,
     Bytes,
@@ -39,6 +39,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     dtype_name,
 )
 from hyper_parallel.core.distributed_checkpoint.resharding import as_chunks, read_items
+from hyper_parallel.core.dtensor.geometry import Box
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 

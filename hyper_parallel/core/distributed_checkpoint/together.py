@@ -6,11 +6,12 @@ Made from what all ranks have told, by the same pure code on each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.distributed_checkpoint.chunks import Box, ChunkList, chunk_of
+from hyper_parallel.core.distributed_checkpoint.chunks import ChunkList, chunk_of
 from hyper_parallel.core.distributed_checkpoint.entries import Entry
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import fill
@@ -19,6 +20,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
     TensorStorageMetadata,
 )
+from hyper_parallel.core.dtensor.geometry import Box, volume
 from hyper_parallel.platform.error_codes import coded
 
 Chunk = tuple[
@@ -135,7 +137,7 @@ def _divide_the_rest(
             rank = (
                 ranks[0] if to_minimum_rank else min(ranks, key=lambda r: (loads[r], r))
             )
-            loads[rank] += _volume(box) * ITEM_SIZES[entry.dtype]
+            loads[rank] += volume(box) * ITEM_SIZES[entry.dtype]
             places.append(rank)
             made.chunks[rank].add((name, tuple(offset for offset, _ in box)))
         chunks = ChunkList(tuple(chunk_of(box) for box in sorted(boxes)), tuple(places))
@@ -165,8 +167,8 @@ def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
 def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
     if not fill([chunk_of(box) for box in boxes], entry.size):
         have, need = (
-            sum(map(_volume, boxes)),
-            _volume(tuple((0, size) for size in entry.size)),
+            sum(map(volume, boxes)),
+            math.prod(entry.size),
         )
         raise coded(
             CheckpointError,
@@ -200,10 +202,3 @@ def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
             "is a tensor on some ranks and an object on others",
             field=clash[0],
         )
-
-
-def _volume(box: Box) -> int:
-    volume = 1
-    for _, size in box:
-        volume *= size
-    return volume

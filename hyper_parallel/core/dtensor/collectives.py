@@ -20,28 +20,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.layout import Layout, cut
-from hyper_parallel.core.dtensor.placement_types import (
-    FusedShard,
-    Partial,
-    Placement,
-    Replicate,
-)
-from hyper_parallel.core.dtensor.redistribution import (
-    Box,
-    Plan,
-    Step,
-    box,
+from hyper_parallel.core.dtensor.geometry import (
+    Region,
+    Spans,
+    chunk_sizes,
+    nested_span,
     overlap,
-    plan,
+    slices_within,
     volume,
 )
+from hyper_parallel.core.dtensor.layout import Layout, placements_of
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
+from hyper_parallel.core.dtensor.redistribution import Plan, Step, plan
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.platform.transform import chunk_sizes
 
 LINEAR = ("sum", "avg")
 _TAG = 0x7264  # shards must not be taken for what the user sends in the same group
@@ -202,12 +198,12 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def run(steps: Plan, local: Any) -> Any:
-    """This rank's shard after the plan; for a shard that is not recorded, or where nothing is."""
+    """This rank's shard after the plan, outside the graph."""
     platform, before = get_platform(), steps.source
     for step, after in zip(steps.steps, steps.layouts, strict=True):
-        inside = before.is_fused and not step.sections
+        is_irregular = step.placement is not None or step.layout is not None
         layout, shape = (
-            before.within_pieces(steps.shape) if inside else (before, steps.shape)
+            (before, steps.shape) if is_irregular else before.within_spans(steps.shape)
         )
         local = _RUN[step.kind](_At(platform, step, layout, shape), local)
         before = after
@@ -234,32 +230,35 @@ class _At(NamedTuple):
         return self.before.mesh.own_coordinate("redistribute")
 
     def sizes_along(self, dim: int) -> list[int]:
-        """The sizes of the pieces into which the step's axis, the innermost one, has cut this rank's part of a dim."""
-        sizes = self.before.mesh_shape
+        """The sizes of the chunks into which the step's axis divides this rank's part of a dim."""
+        mesh_shape = self.before.mesh_shape
         outer = [
-            (sizes[axis], self.place[axis])
+            (mesh_shape[axis], self.place[axis])
             for axis in self.before.dim_axes[dim]
             if axis != self.step.axis
         ]
-        return chunk_sizes(cut(self.shape[dim], outer)[1], sizes[self.step.axis])
+        size = nested_span(self.shape[dim], outer)[1]
+        return chunk_sizes(size, mesh_shape[self.step.axis])
 
-    def spans(self, index: int) -> tuple[tuple[int, int], ...]:
-        """What a rank along the step's axis has of a dim that is cut section by section."""
-        return FusedShard(self.step.dim, self.step.sections).spans(
-            self.before.mesh_shape[self.step.axis], index
-        )
+    def spans(self, index: int) -> Spans:
+        """What a rank along the step's axis holds of a dim with an irregular placement."""
+        placement = self.step.placement
+        assert placement is not None
+        size, ranks = self.shape[placement.dim], self.before.mesh_shape[self.step.axis]
+        return placement.spans(size, ranks, index)
 
-    def boxes(self, coordinate: Sequence[int]) -> tuple[Box, Box]:
-        """What a place of the mesh has before the step, and what it has after an exchange."""
-        sizes, target = self.before.mesh_shape, self.step.target or self.before.dim_axes
-        return tuple(
-            box(self.shape, axes, sizes, coordinate)
-            for axes in (self.before.dim_axes, target)
-        )  # type: ignore[return-value]
+    @property
+    def after(self) -> Layout:
+        """The layout after an exchange."""
+        if self.step.layout is not None:
+            return self.step.layout
+        partial = tuple(self.before.partial)
+        placements = placements_of(self.step.target, partial, self.before.mesh_shape)
+        return self.before.with_placements(placements)
 
 
 def _slice(at: _At, local: Any) -> Any:
-    if at.step.sections:
+    if at.step.placement is not None:
         spans = at.spans(at.place[at.step.axis])
         return at.platform.cat(
             [_along(local, at.step.dim, *span) for span in spans], at.step.dim
@@ -272,7 +271,7 @@ def _slice(at: _At, local: Any) -> Any:
 
 def _all_gather(at: _At, local: Any) -> Any:
     dim, gather = at.step.dim, at.platform.get_tensor_transform().all_gather
-    if not at.step.sections:
+    if at.step.placement is None:
         return gather(local, dim, at.group, at.sizes_along(dim))
     spans = [at.spans(index) for index in range(at.before.mesh_shape[at.step.axis])]
     gathered = gather(
@@ -315,83 +314,112 @@ def _part(at: _At, local: Any) -> Any:
 
 
 def _exchange(at: _At, local: Any) -> Any:
-    """Sends every rank what it will have and this one has; of several that have it, the one in its own line sends."""
-    partners = _partners(at.before, at.step, at.shape, at.place)
+    """Sends every rank what it lacks and this one has."""
+    partners = _partners(at.before, at.after, at.step.axes, at.shape, at.place)
     if partners is not None:
-        return _handed_over(at, local, *partners)
-    mesh, own = at.before.mesh, at.place
-    ranks = mesh.ranks_along(at.step.axes)
-    copied = [
-        axis
-        for axis in at.step.axes
-        if not any(axis in axes for axes in at.before.dim_axes)
-    ]
-    have, want = at.boxes(own)
-    sends, receives = [], []
-    for rank in ranks:
-        other = mesh.coordinate_of(rank)
-        assert other is not None
-        if all(other[axis] == own[axis] for axis in copied):
-            theirs, wanted = at.boxes(other)
-            sends.append(overlap(have, wanted))
-            receives.append(overlap(theirs, want))
-        else:
-            sends.append(_nothing(have))
-            receives.append(_nothing(want))
-    flat = at.platform.cat([local[_slices(part, have)].reshape(-1) for part in sends])
-    received = at.platform.differentiable_all_to_all_single(
-        flat,
-        [volume(part) for part in sends],
-        [volume(part) for part in receives],
-        at.platform.create_group(ranks),
+        return _hand_over(at, local, *partners)
+    swap = _swap_of(at.before, at.after, at.step.axes, at.shape, at.place)
+    pieces = [local[part].reshape(-1) for parts in swap.sends for part in parts]
+    flat = (
+        at.platform.cat(pieces)
+        if pieces
+        else at.platform.empty((0,), dtype=local.dtype, device=local.device)
     )
-    return _assembled(at.platform, received, receives, want)
+    received = at.platform.differentiable_all_to_all_single(
+        flat, swap.send_counts, swap.receive_counts, at.group
+    )
+    return _assemble(at.platform, received, swap.receives, swap.shape)
+
+
+class _Swap(NamedTuple):
+    """What one rank sends and receives in an exchange, as slices of its shard."""
+
+    sends: tuple[tuple[tuple[slice, ...], ...], ...]  # for each rank
+    receives: tuple[tuple[slice, ...], ...]  # of all ranks, in their order
+    send_counts: list[int]
+    receive_counts: list[int]
+    shape: tuple[int, ...]  # of the shard afterwards
+
+
+@functools.lru_cache(maxsize=4096)
+def _swap_of(
+    before: Layout,
+    after: Layout,
+    axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    own: tuple[int, ...],
+) -> _Swap:
+    """The slices to exchange; of several ranks that hold the same, the one on this rank's line sends."""
+    have, want = before.region_of(shape, own), after.region_of(shape, own)
+    lines = _replicating_axes(before, axes)
+    sends, receives = [], []
+    send_counts, receive_counts = [], []
+    for rank in before.mesh.ranks_along(axes):
+        other = before.mesh.coordinate_of(rank) or ()
+        to_send, to_receive = [], []
+        if all(other[axis] == own[axis] for axis in lines):
+            to_send = _shared_parts(have, after.region_of(shape, other))
+            to_receive = _shared_parts(before.region_of(shape, other), want)
+        sends.append(tuple(part.in_source for part in to_send))
+        receives += [part.in_target for part in to_receive]
+        send_counts.append(sum(part.elements for part in to_send))
+        receive_counts.append(sum(part.elements for part in to_receive))
+    return _Swap(tuple(sends), tuple(receives), send_counts, receive_counts, want.shape)
+
+
+def _replicating_axes(layout: Layout, axes: Sequence[int]) -> list[int]:
+    """Those of the axes along which every rank holds the same."""
+    sharding = {axis for dim in layout.dim_axes for axis in dim}
+    return [axis for axis in axes if axis not in sharding]
+
+
+class _SharedPart(NamedTuple):
+    """A box that is in two regions, as slices of the local tensors that store them."""
+
+    in_source: tuple[slice, ...]
+    in_target: tuple[slice, ...]
+    elements: int
+
+
+def _shared_parts(source: Region, target: Region) -> list[_SharedPart]:
+    parts = []
+    for source_box, source_start in source.boxes():
+        for target_box, target_start in target.boxes():
+            part = overlap(source_box, target_box)
+            if part is not None:
+                in_source = slices_within(part, source_box, source_start)
+                in_target = slices_within(part, target_box, target_start)
+                parts.append(_SharedPart(in_source, in_target, volume(part)))
+    return parts
 
 
 @functools.lru_cache(maxsize=4096)
 def _partners(
-    before: Layout, step: Step, shape: tuple[int, ...], own: tuple[int, ...]
+    before: Layout,
+    after: Layout,
+    axes: tuple[int, ...],
+    shape: tuple[int, ...],
+    own: tuple[int, ...],
 ) -> tuple[int, int] | None:
-    """Whose shard this rank gets as it is, and which rank gets this one's; None unless every rank gets a whole one.
+    """Whose shard this rank gets as it is, and which rank gets this one's.
 
-    All shards have one shape. No rank sends to one and receives from another: on some backends they would wait for
-    each other.
+    None unless every rank gets a whole shard, all shards have one shape, and no rank sends
+    to one and receives from another: on some backends they would wait for each other.
     """
-    mesh, sizes = before.mesh, before.mesh_shape
-    copied = [
-        axis for axis in step.axes if not any(axis in axes for axes in before.dim_axes)
-    ]
-    places = {
-        rank: mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(step.axes)
-    }
-    have, want = (
-        {rank: box(shape, axes, sizes, place) for rank, place in places.items()}
-        for axes in (before.dim_axes, step.target)
-    )
-    if (
-        len(
-            {
-                tuple(size for _, size in one)
-                for side in (have, want)
-                for one in side.values()
-            }
-        )
-        != 1
-    ):
+    mesh = before.mesh
+    places = {rank: mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(axes)}
+    have = {rank: before.region_of(shape, place) for rank, place in places.items()}
+    want = {rank: after.region_of(shape, place) for rank, place in places.items()}
+    regions = [*have.values(), *want.values()]
+    if len({region.shape for region in regions}) != 1:
         return None
-    origins: dict[int, int] = {}
+    lines = _replicating_axes(before, axes)
+    origins = _find_origins(places, have, want, lines)
+    if origins is None:
+        return None
     targets: dict[int, int] = {}
-    for rank, place in places.items():
-        line = [
-            other
-            for other, at in places.items()
-            if all(at[axis] == place[axis] for axis in copied)
-        ]
-        found = [other for other in line if have[other] == want[rank]]
-        if len(found) != 1:
-            return None
-        origins[rank] = found[0]
-        if found[0] != rank and targets.setdefault(found[0], rank) != rank:
+    for rank, origin in origins.items():
+        if origin != rank and targets.setdefault(origin, rank) != rank:
             return None
     if any(origins[rank] not in (rank, target) for rank, target in targets.items()):
         return None
@@ -399,7 +427,28 @@ def _partners(
     return origins[rank], targets.get(rank, rank)
 
 
-def _handed_over(at: _At, local: Any, origin: int, target: int) -> Any:
+def _find_origins(
+    places: dict[int, tuple[int, ...]],
+    have: dict[int, Region],
+    want: dict[int, Region],
+    lines: Sequence[int],
+) -> dict[int, int] | None:
+    """For each rank the one on its line that holds what it wants; None unless there is exactly one."""
+    origins = {}
+    for rank, place in places.items():
+        holders = [
+            other
+            for other, at in places.items()
+            if have[other] == want[rank]
+            and all(at[axis] == place[axis] for axis in lines)
+        ]
+        if len(holders) != 1:
+            return None
+        origins[rank] = holders[0]
+    return origins
+
+
+def _hand_over(at: _At, local: Any, origin: int, target: int) -> Any:
     """The shard that this rank gets, when those who change places know each other."""
     platform, own, group = (
         at.platform,
@@ -418,64 +467,49 @@ def _handed_over(at: _At, local: Any, origin: int, target: int) -> Any:
 
 def _gather(at: _At, local: Any) -> Any:
     """Every rank's shard, one after the other, and each put where it belongs."""
-    mesh, sizes = at.before.mesh, at.before.mesh_shape
-    kept = [
-        tuple(axis for axis in axes if axis not in at.step.axes)
-        for axes in at.before.dim_axes
+    mesh = at.before.mesh
+    places = [mesh.coordinate_of(rank) or () for rank in mesh.ranks_along(at.step.axes)]
+    regions = [at.before.region_of(at.shape, place) for place in places]
+    gathered = [
+        Replicate() if axis in at.step.axes else placement
+        for axis, placement in enumerate(at.before.placements)
     ]
-    want = box(at.shape, kept, sizes, at.place)
-    parts = [
-        at.boxes(mesh.coordinate_of(rank) or ())[0]
-        for rank in mesh.ranks_along(at.step.axes)
-    ]
-    counts = [volume(part) for part in parts]
+    want = at.before.with_placements(gathered).region_of(at.shape, at.place)
+    counts = [region.volume for region in regions]
     received = at.platform.get_tensor_transform().all_gather(
         local.reshape(-1), 0, at.group, counts
     )
-    if _are_rows(parts, want):
-        return received.reshape([size for _, size in want])
-    return _assembled(at.platform, received, parts, want)
+    if _are_rows(regions, want):
+        return received.reshape(want.shape)
+    parts = [part for region in regions for part in _shared_parts(region, want)]
+    slices = [part.in_target for part in parts]
+    return _assemble(at.platform, received, slices, want.shape)
 
 
-def _are_rows(parts: Sequence[Box], want: Box) -> bool:
-    """Whether the parts, one after the other in memory, are the whole already."""
-    (start, _), *others = want
-    for (offset, size), *rest in parts:
+def _are_rows(regions: Sequence[Region], want: Region) -> bool:
+    """Whether the regions, one after the other in memory, are the whole already."""
+    (((start, _),), *others) = want.spans
+    for region in regions:
+        ((offset, size),), *rest = region.spans
         if offset != start or rest != others:
             return False
         start += size
     return True
 
 
-def _nothing(inside: Box) -> Box:
-    return tuple((offset, 0) for offset, _ in inside)
-
-
-def _slices(part: Box, inside: Box) -> tuple[slice, ...]:
-    """Where a part lies in the tensor that holds a box."""
-    starts = [
-        start - offset for (start, _), (offset, _) in zip(part, inside, strict=True)
-    ]
-    return tuple(
-        slice(start, start + size)
-        for start, (_, size) in zip(starts, part, strict=True)
-    )
-
-
-def _assembled(
-    platform: Platform, received: Any, parts: Sequence[Box], want: Box
+def _assemble(
+    platform: Platform,
+    received: Any,
+    parts: Sequence[tuple[slice, ...]],
+    shape: Sequence[int],
 ) -> Any:
     """The shard from its parts, which lie in ``received`` one after the other."""
-    output = platform.empty(
-        [size for _, size in want], dtype=received.dtype, device=received.device
-    )
+    output = platform.empty(shape, dtype=received.dtype, device=received.device)
     start = 0
     for part in parts:
-        stop = start + volume(part)
-        if stop > start:
-            output[_slices(part, want)] = received[start:stop].reshape(
-                [size for _, size in part]
-            )
+        sizes = [one.stop - one.start for one in part]
+        stop = start + math.prod(sizes)
+        output[part] = received[start:stop].reshape(sizes)
         start = stop
     return output
 

@@ -567,7 +567,8 @@ def _as_ranks(mesh: Any) -> NDArray[np.int64]:
         raise coded(
             TypeError, "HP201", f"DeviceMesh: mesh must hold global ranks, got {mesh!r}"
         )
-    if get_platform().is_tensor(mesh):
+    is_plain = isinstance(mesh, (np.ndarray, list, tuple, range, int))
+    if not is_plain and get_platform().is_tensor(mesh):
         mesh = get_platform().tensor_to_numpy(mesh)
     try:
         ranks = np.asarray(mesh)

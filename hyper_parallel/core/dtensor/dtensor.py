@@ -80,10 +80,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
             if shape is None
             else tuple(shape)
         )
-        told = (
-            shape is not None or layout.is_fused
-        )  # sections say the size of their dim
-        if told and tuple(local_tensor.shape) != (
+        # An irregular placement may say the size of its dim.
+        is_known = shape is not None or not layout.is_regular
+        if is_known and tuple(local_tensor.shape) != (
             expected := layout.local_shape(whole)
         ):
             raise coded(

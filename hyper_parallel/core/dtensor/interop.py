@@ -20,7 +20,6 @@ import numpy as np
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import (
-    FusedShard,
     Partial,
     Placement,
     Replicate,
@@ -162,14 +161,14 @@ def _placement(kind: str, *details: Any) -> Placement:
 
 
 def _parts_of(placement: Placement) -> tuple[Any, ...]:
-    if isinstance(placement, FusedShard):
-        raise coded(
-            ValueError,
-            "HP228",
-            f"to_native: the framework has nothing like {placement}, which cuts every section of a dim by itself; "
-            f"redistribute() to Shard({placement.dim}) first",
-        )
     if isinstance(placement, Shard):
+        if not placement.is_chunked:
+            raise coded(
+                ValueError,
+                "HP228",
+                f"to_native: the framework has no placement like {placement}; "
+                f"redistribute() to Shard({placement.dim}) first",
+            )
         return (
             "shard",
             placement.dim,

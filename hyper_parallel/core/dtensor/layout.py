@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,8 +24,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.geometry import Box, Partition, Region, Spans
 from hyper_parallel.core.dtensor.placement_types import (
-    FusedShard,
     Partial,
     Placement,
     Replicate,
@@ -33,12 +34,9 @@ from hyper_parallel.core.dtensor.placement_types import (
     commute,
 )
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.transform import chunk_span
+from hyper_parallel.platform.error_codes import coded, prefixed
 
 NONE = "None"  # an alias for: no axis cuts this dim
-
-Spans = tuple[tuple[int, int], ...]  # (offset, size) of pieces along a dim
 
 _known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
@@ -46,13 +44,24 @@ _known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 class Layout:
     """A mesh with placements; without them it is what others are made from by calling it."""
 
-    __slots__ = ("__weakref__", "_dim_axes", "is_fused", "mesh", "ndim", "placements")
+    __slots__ = (
+        "__weakref__",
+        "_dim_axes",
+        "_partition",
+        "irregular",
+        "mesh",
+        "ndim",
+        "placements",
+    )
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one an axis; empty before any are given
     ndim: int | None  # of the tensors it is for, if that is known
-    is_fused: bool  # whether any axis cuts a dim section by section
+    irregular: dict[
+        int, Shard
+    ]  # the axes whose placement divides a dim by a rule of its own
     _dim_axes: tuple[tuple[int, ...], ...] | None
+    _partition: Partition | None
 
     def __new__(
         cls,
@@ -71,9 +80,8 @@ class Layout:
                 f"Layout: a mesh of shape {shape} needs {math.prod(shape)} ranks, got {len(ranks)}",
             )
         grid = np.asarray(ranks, dtype=np.int64).reshape(shape)
-        return cls.from_device_mesh(
-            DeviceMesh(get_platform().device_type(), grid, mesh_dim_names=alias_name)
-        )
+        mesh = DeviceMesh(_device_type(), grid, mesh_dim_names=alias_name)
+        return cls.from_device_mesh(mesh)
 
     @staticmethod
     def from_device_mesh(mesh: DeviceMesh) -> Layout:
@@ -221,69 +229,80 @@ class Layout:
         placed = zip(self.mesh_shape, self._placed("repeat_num"), strict=True)
         return math.prod(size for size, placement in placed if placement.is_replicate())
 
-    # --- dims that are cut section by section
+    # --- dims that are not divided into chunks
 
     @property
-    def fused(self) -> dict[int, FusedShard]:
-        """The axes that cut a dim section by section, with their placements."""
-        return {
-            axis: p
-            for axis, p in enumerate(self.placements)
-            if isinstance(p, FusedShard)
-        }
+    def is_regular(self) -> bool:
+        """Whether every sharded dim is divided into chunks."""
+        return not self.irregular
 
-    def unfused(self) -> Layout:
-        """The layout with each dim cut as one, by the same axes."""
-        return self.with_placements(
-            [Shard(p.dim) if isinstance(p, FusedShard) else p for p in self.placements]
-        )
+    def regular(self) -> Layout:
+        """The layout with every sharded dim divided into chunks, by the same axes."""
+        if not self.irregular:
+            return self
+        placements = [
+            Shard(self.irregular[axis].dim) if axis in self.irregular else placement
+            for axis, placement in enumerate(self.placements)
+        ]
+        return self.with_placements(placements)
 
-    def within_pieces(
+    def within_spans(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
     ) -> tuple[Layout, tuple[int, ...]]:
-        """How the other axes have among them the pieces that this place has of dims cut section by section.
+        """What a coordinate's spans of irregular dims look like to the other axes.
 
-        They see one tensor, of the shape returned, which is none of the business of the axes that cut those dims.
+        They see one tensor, of the shape returned, and need not know how those dims are
+        divided.
         """
+        if not self.irregular:
+            return self, tuple(shape)
         bound, sizes = self.bind(len(shape)), list(shape)
-        for placement in bound.fused.values():
-            sizes[placement.dim] = sum(
-                size for _, size in bound.spans_of(shape, coordinate)[placement.dim]
-            )
+        local = bound.region_of(shape, coordinate).shape
+        for placement in bound.irregular.values():
+            sizes[placement.dim] = local[placement.dim]
         others = [
-            Replicate() if isinstance(p, FusedShard) else p for p in bound.placements
+            Replicate() if axis in bound.irregular else p
+            for axis, p in enumerate(bound.placements)
         ]
         return bound.with_placements(others), tuple(sizes)
 
     # --- shards
 
+    def region_of(
+        self, shape: Sequence[int], coordinate: Sequence[int] | None = None
+    ) -> Region:
+        """What a coordinate of the mesh holds of a tensor; this rank's unless one is given."""
+        bound = self.bind(len(shape))
+        assert bound._partition is not None
+        try:
+            return bound._partition.region(shape, self._coordinate(coordinate))
+        except ValueError as error:  # a placement that does not fit the shape
+            raise prefixed(str(self), error) from None
+
     def spans_of(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
     ) -> tuple[Spans, ...]:
-        """For each dim (offset, size) of the pieces that a place of the mesh has, this rank if none is given.
-
-        There is one piece, or one for each section of a dim that is cut section by section.
-        """
-        bound, place = self.bind(len(shape)), self._coordinate(coordinate)
-        return tuple(bound._spans(dim, size, place) for dim, size in enumerate(shape))
+        """For each dim the spans that a coordinate holds; several only if the dim is irregular."""
+        return self.region_of(shape, coordinate).spans
 
     def boxes_of(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
-    ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The boxes, (offset, size) along each dim, that a place of the mesh has; the last dim changes first."""
+    ) -> tuple[Box, ...]:
+        """The boxes that a coordinate holds; the last dim changes first."""
         return tuple(itertools.product(*self.spans_of(shape, coordinate)))
 
     def shard_of(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
-    ) -> tuple[tuple[int, int], ...]:
-        """(offset, size) along each dim of the shard at a place of the mesh, this rank's if none is given."""
-        if self.is_fused:
+    ) -> Box:
+        """The one box that a coordinate holds, this rank's unless one is given."""
+        spans_of = self.spans_of(shape, coordinate)
+        if any(len(spans) > 1 for spans in spans_of):
             raise coded(
                 ValueError,
                 "HP214",
-                f"{self}: a shard is not one box, but pieces of every section; ask for boxes_of()",
+                f"{self}: a shard has several boxes; call boxes_of() instead",
             )
-        return tuple(span for (span,) in self.spans_of(shape, coordinate))
+        return tuple(span for (span,) in spans_of)
 
     def part_of(self, whole: Any) -> Any:
         """What this rank has of a plain tensor that is whole; mostly a view of it."""
@@ -301,13 +320,30 @@ class Layout:
         """The shape of the shard at a place of the mesh, this rank's if none is given."""
         if not any(self.bind(len(shape)).dim_axes):
             return tuple(shape)
-        return tuple(
-            sum(size for _, size in spans) for spans in self.spans_of(shape, coordinate)
-        )
+        return self.region_of(shape, coordinate).shape
+
+    def largest_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The largest size of each dim that any rank holds: that of the first, if dims are chunked."""
+        largest = list(self.local_shape(shape, (0,) * self.mesh.ndim))
+        bound = self.bind(len(shape))
+        for axis, placement in bound.irregular.items():
+            largest[placement.dim] = max(bound.sizes_along(axis, shape))
+        return tuple(largest)
+
+    def sizes_along(self, axis: int, shape: Sequence[int]) -> list[int]:
+        """How much each rank along the axis of an irregular placement holds of its dim."""
+        placement = self.irregular[axis]
+        ranks, size = self.mesh_shape[axis], shape[placement.dim]
+        spans_of = [placement.spans(size, ranks, index) for index in range(ranks)]
+        return [sum(length for _, length in spans) for spans in spans_of]
 
     def is_empty_somewhere(self, shape: Sequence[int]) -> bool:
-        """Whether some rank has nothing of a tensor of that shape: the last one, if any."""
-        return 0 in self.local_shape(shape, [size - 1 for size in self.mesh_shape])
+        """Whether some rank holds nothing of a tensor of this shape."""
+        last = [size - 1 for size in self.mesh_shape]  # has the least of chunked dims
+        if 0 in self.local_shape(shape, last):
+            return True
+        bound = self.bind(len(shape))
+        return any(0 in bound.sizes_along(axis, shape) for axis in bound.irregular)
 
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
         """What this rank has of a tensor of that shape."""
@@ -423,18 +459,11 @@ class Layout:
             else coordinate
         )
 
-    def _spans(self, dim: int, size: int, place: Sequence[int]) -> Spans:
-        axes = self.dim_axes[dim]
-        placement = self.placements[axes[0]] if axes else None
-        if not isinstance(placement, FusedShard):
-            return (cut(size, [(self.mesh_shape[axis], place[axis]) for axis in axes]),)
-        if sum(placement.sections) != size:
-            raise coded(
-                ValueError,
-                "HP214",
-                f"{self}: the sections of dim {dim} add up to {sum(placement.sections)}, but its size is {size}",
-            )
-        return placement.spans(self.mesh_shape[axes[0]], place[axes[0]])
+
+def _device_type() -> str:
+    """That of the framework, if the process has loaded one; a layout to plan with needs none."""
+    is_loaded = "torch" in sys.modules or "mindspore" in sys.modules
+    return get_platform().device_type() if is_loaded else "cpu"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -442,8 +471,10 @@ def _global_shape(layout: Layout, local_shape: tuple[int, ...]) -> tuple[int, ..
     whole = [
         size * layout.get_dim_split_num(dim) for dim, size in enumerate(local_shape)
     ]
-    for placement in layout.fused.values():
-        whole[placement.dim] = sum(placement.sections)
+    for axis, placement in layout.irregular.items():
+        local_size = local_shape[placement.dim]
+        ranks = layout.mesh_shape[axis]
+        whole[placement.dim] = placement.whole_size(local_size, ranks)
     return tuple(whole)
 
 
@@ -454,20 +485,37 @@ def _interned(
     found = _known.get(key)
     if found is None:
         _check_order(mesh)
-        made = object.__new__(Layout)
-        is_fused = any(isinstance(p, FusedShard) for p in placements)
-        for name, value in (
-            ("mesh", mesh),
-            ("placements", placements),
-            ("ndim", ndim),
-            ("is_fused", is_fused),
-        ):
-            object.__setattr__(made, name, value)
-        object.__setattr__(
-            made, "_dim_axes", _ordered_axes(made) if ndim is not None else None
-        )
+        made = _new_layout(mesh, placements, ndim)
         found = _known.setdefault(key, made)
     return found
+
+
+def _new_layout(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int | None
+) -> Layout:
+    irregular = {
+        axis: placement
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard) and not placement.is_chunked
+    }
+    layout = object.__new__(Layout)
+    values = {
+        "mesh": mesh,
+        "placements": placements,
+        "ndim": ndim,
+        "irregular": irregular,
+        "_dim_axes": None,
+        "_partition": None,
+    }
+    for name, value in values.items():
+        object.__setattr__(layout, name, value)
+    if ndim is not None:
+        dim_axes = _ordered_axes(layout)
+        rules = {placement.dim: placement for placement in irregular.values()}
+        partition = Partition(mesh.mesh_shape, dim_axes, rules)
+        object.__setattr__(layout, "_dim_axes", dim_axes)
+        object.__setattr__(layout, "_partition", partition)
+    return layout
 
 
 def _check_order(mesh: DeviceMesh) -> None:
@@ -542,14 +590,12 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
             placement = layout.placements[axis]
             if placement.is_shard(dim):
                 order.insert(_position(layout, axis, placement, order), axis)
-        if len(order) > 1 and any(
-            isinstance(layout.placements[axis], FusedShard) for axis in order
-        ):
+        if len(order) > 1 and any(axis in layout.irregular for axis in order):
             names = [layout.alias_name[axis] for axis in sorted(order)]
             raise coded(
                 ValueError,
                 "HP214",
-                f"{layout}: dim {dim} is cut section by section, so one axis can cut it, not {names}",
+                f"{layout}: only Shard can shard dim {dim} on several axes, here {names}",
             )
         found.append(tuple(order))
     return tuple(found)
@@ -616,12 +662,3 @@ def _alias_names(layout: Layout, entry: Any) -> tuple[str, ...]:
 
 def _one_or_many(items: list[Any], nothing: Any) -> Any:
     return nothing if not items else items[0] if len(items) == 1 else tuple(items)
-
-
-def cut(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(offset, size) after cutting into ``pieces`` and taking one, again and again."""
-    offset = 0
-    for pieces, index in cuts:
-        start, size = chunk_span(size, pieces, index)
-        offset += start
-    return offset, size

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor lies on one axis of the mesh: cut, copied, or waiting to be reduced.
+"""How a tensor is placed on one axis of the mesh: sharded, replicated, or partial.
 
-Shard(0)                   the pieces of dim 0 lie on the ranks of the axis
-FusedShard(0, (16, 8, 8))  the same for each of three sections of dim 0: a rank has its pieces of all of them
-Replicate()                every rank has the whole
-Partial("sum")             every rank has a part, and the sum of the parts is the tensor
+Shard(0)                   each rank of the axis holds a chunk of dim 0
+FusedShard(0, (16, 8, 8))  the same for each of three sections of dim 0
+RaggedShard(0, (5, 0, 3))  consecutive parts of dim 0, of explicit sizes
+ZigzagShard(0)             rank i of n holds chunks i and 2 n - 1 - i of dim 0
+Replicate()                every rank holds the whole tensor
+Partial("sum")             every rank holds a term, and the sum of the terms is the tensor
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from hyper_parallel.core.dtensor.geometry import Spans, chunk_span
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
-from hyper_parallel.platform.transform import chunk_span
 
 
 class Placement:
@@ -37,39 +42,60 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Cut along ``dim`` as torch.chunk cuts; a negative dim counts from the end."""
+    """Divided along ``dim`` into chunks as by torch.chunk; a negative dim counts from the end.
+
+    A subclass for which ``is_chunked`` is False divides its dim by a rule of its own, and
+    is then the only placement that may shard that dim. The rule is in the five methods
+    below; everything else (layouts, redistribution, checkpoints, printing) asks them.
+    """
+
+    is_chunked: ClassVar[bool] = True
+    letter: ClassVar[str] = "S"  # what it prints as
 
     dim: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise coded(
-                TypeError, "HP210", f"Shard: dim must be an int, got {self.dim!r}"
-            )
+        _check_int("dim", self.dim, type(self))
+
+    def spans(self, size: int, ranks: int, index: int) -> Spans:
+        """(offset, size) of the spans that rank ``index`` of ``ranks`` holds of a dim."""
+        return (chunk_span(size, ranks, index),)
+
+    def piece_count(self, ranks: int) -> int:
+        """The number of spans that all ranks together hold, empty ones included."""
+        return ranks
+
+    def pieces_of(self, index: int, ranks: int) -> Sequence[int]:
+        """Which of all spans, counted in the order of the dim, a rank holds."""
+        del ranks
+        return (index,)
+
+    def owner_of(self, piece: int, ranks: int) -> tuple[int, int]:
+        """The rank that holds a piece, counted in the order of the dim, and which of its spans it is."""
+        del ranks
+        return piece, 0
+
+    def whole_size(self, local_size: int, ranks: int) -> int:
+        """The size of the dim if every rank holds this much of it."""
+        return local_size * ranks
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"{self.letter}({self.dim})"
 
 
 @dataclass(frozen=True)
 class StridedShard(Shard):
-    """Cut along ``dim`` after later axes have cut it into ``split_factor`` pieces: this axis is not the outer one.
+    """Sharded along ``dim`` after later axes have divided it into ``split_factor`` pieces.
 
-    FSDP over TP needs it: tensor parallel cuts first, on the later axis, and data parallel cuts each piece.
+    FSDP over TP needs it: tensor parallel shards first, on the later axis, and data
+    parallel shards each piece.
     """
 
     split_factor: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.split_factor, int) or isinstance(
-            self.split_factor, bool
-        ):
-            raise coded(
-                TypeError,
-                "HP210",
-                f"StridedShard: split_factor must be an int, got {self.split_factor!r}",
-            )
+        _check_int("split_factor", self.split_factor, type(self))
         if self.split_factor < 1:
             raise coded(
                 ValueError,
@@ -83,43 +109,145 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True)
 class FusedShard(Shard):
-    """Cut along ``dim`` section by section, each as torch.chunk cuts; a rank has its pieces one after the other.
+    """Sharded along ``dim`` section by section: each rank holds its chunk of every section.
 
-    One weight that makes q, k and v needs it: its rows are those of three layers, and each rank has its heads of all.
+    The weight that computes q, k and v needs it: its rows are those of three layers, and
+    each rank holds its heads of all three.
     """
 
-    sections: tuple[int, ...]  # their sizes, which add up to that of the dim
+    is_chunked: ClassVar[bool] = False
+    letter: ClassVar[str] = "F"
+
+    sections: tuple[int, ...]  # their sizes, which add up to the size of the dim
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "sections", tuple(self.sections))
-        if not all(
-            isinstance(size, int) and not isinstance(size, bool)
-            for size in self.sections
-        ):
-            raise coded(
-                TypeError,
-                "HP210",
-                f"FusedShard: sections must be ints, got {self.sections!r}",
-            )
-        if not self.sections or min(self.sections) < 0:
-            raise coded(
-                ValueError,
-                "HP210",
-                f"FusedShard: expected the size of every section, none negative, got {self.sections}",
-            )
+        sections = _check_sizes("sections", self.sections, type(self))
+        object.__setattr__(self, "sections", sections)
 
-    def spans(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
-        """(offset, size) of the pieces that one of so many ranks has, one for each section."""
-        found, start = [], 0
-        for size in self.sections:
-            offset, length = chunk_span(size, ranks, index)
-            found.append((start + offset, length))
-            start += size
-        return tuple(found)
+    def spans(self, size: int, ranks: int, index: int) -> Spans:
+        _check_total(self, self.sections, size)
+        spans, start = [], 0
+        for section in self.sections:
+            offset, length = chunk_span(section, ranks, index)
+            spans.append((start + offset, length))
+            start += section
+        return tuple(spans)
+
+    def piece_count(self, ranks: int) -> int:
+        return len(self.sections) * ranks
+
+    def pieces_of(self, index: int, ranks: int) -> Sequence[int]:
+        return range(index, self.piece_count(ranks), ranks)
+
+    def owner_of(self, piece: int, ranks: int) -> tuple[int, int]:
+        section, rank = divmod(piece, ranks)
+        return rank, section
+
+    def whole_size(self, local_size: int, ranks: int) -> int:
+        del local_size, ranks
+        return sum(self.sections)
 
     def __str__(self) -> str:
-        return f"F({self.dim}; {'+'.join(map(str, self.sections))})"
+        return f"{self.letter}({self.dim}; {'+'.join(map(str, self.sections))})"
+
+
+@dataclass(frozen=True)
+class RaggedShard(Shard):
+    """Sharded along ``dim`` into consecutive parts of the given sizes, one per rank; 0 is a valid size."""
+
+    is_chunked: ClassVar[bool] = False
+    letter: ClassVar[str] = "G"
+
+    sizes: tuple[int, ...]  # one per rank of the axis
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "sizes", _check_sizes("sizes", self.sizes, type(self)))
+
+    def spans(self, size: int, ranks: int, index: int) -> Spans:
+        if len(self.sizes) != ranks:
+            raise coded(
+                ValueError,
+                "HP214",
+                f"{self} has {len(self.sizes)} sizes, but the axis has {ranks} ranks",
+            )
+        _check_total(self, self.sizes, size)
+        return ((sum(self.sizes[:index]), self.sizes[index]),)
+
+    def whole_size(self, local_size: int, ranks: int) -> int:
+        del local_size, ranks
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        return f"{self.letter}({self.dim}; {'+'.join(map(str, self.sizes))})"
+
+
+class ZigzagShard(Shard):
+    """Divided along ``dim`` into 2 n chunks for n ranks: rank i holds chunks i and 2 n - 1 - i.
+
+    Causal attention needs it: every rank holds an early and a late part of the sequence,
+    so all have the same amount of work.
+    """
+
+    is_chunked: ClassVar[bool] = False
+    letter: ClassVar[str] = "Z"
+
+    def spans(self, size: int, ranks: int, index: int) -> Spans:
+        chunks = (index, 2 * ranks - 1 - index)
+        return tuple(chunk_span(size, 2 * ranks, chunk) for chunk in chunks)
+
+    def piece_count(self, ranks: int) -> int:
+        return 2 * ranks
+
+    def pieces_of(self, index: int, ranks: int) -> Sequence[int]:
+        return (index, 2 * ranks - 1 - index)
+
+    def owner_of(self, piece: int, ranks: int) -> tuple[int, int]:
+        return (piece, 0) if piece < ranks else (2 * ranks - 1 - piece, 1)
+
+
+def parse_irregular(text: str) -> Shard:
+    """The placement that prints as this text, such as "Z(0)"; a ValueError for any other."""
+    match = re.fullmatch(r"([A-Z])\((\d+)(?:; (\d+(?:\+\d+)*))?\)", text)
+    for kind in Shard.__subclasses__():
+        if match is not None and not kind.is_chunked and text[0] == kind.letter:
+            sizes = [tuple(map(int, match[3].split("+")))] if match[3] else []
+            with suppress(TypeError):  # sizes that are missing, or not expected
+                return kind(int(match[2]), *sizes)
+    raise coded(ValueError, "HP210", f"{text!r} is not an irregular placement")
+
+
+def _check_int(name: str, value: Any, kind: type[Shard]) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise coded(
+            TypeError, "HP210", f"{kind.__name__}: {name} must be an int, got {value!r}"
+        )
+
+
+def _check_sizes(name: str, given: Any, kind: type[Shard]) -> tuple[int, ...]:
+    sizes: tuple[Any, ...] = tuple(given)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise coded(
+            TypeError, "HP210", f"{kind.__name__}: {name} must be ints, got {sizes!r}"
+        )
+    if not sizes or min(sizes) < 0:
+        raise coded(
+            ValueError,
+            "HP210",
+            f"{kind.__name__}: {name} must be sizes of at least 0, got {sizes}",
+        )
+    return sizes
+
+
+def _check_total(placement: Shard, sizes: tuple[int, ...], size: int) -> None:
+    if sum(sizes) != size:
+        raise coded(
+            ValueError,
+            "HP214",
+            f"the sizes of {placement} add up to {sum(sizes)}, "
+            f"but dim {placement.dim} has size {size}",
+        )
 
 
 @dataclass(frozen=True)

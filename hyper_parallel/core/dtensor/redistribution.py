@@ -15,16 +15,16 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hyper_parallel.core.dtensor.layout import Layout, cut, placements_of
+from hyper_parallel.core.dtensor.geometry import Box, nested_span, overlap, volume
+from hyper_parallel.core.dtensor.layout import Layout, placements_of
 from hyper_parallel.core.dtensor.placement_types import (
-    FusedShard,
-    Partial,
     Placement,
     Replicate,
+    Shard,
     commute,
 )
 from hyper_parallel.platform.error_codes import coded
@@ -48,7 +48,7 @@ class Step:
     all_reduce       also of several axes at once
     exchange         everything that is cut is cut anew, over all axes involved: everyone gets from the others just what
                      it lacks
-    slice and all_gather with sections: to and from FusedShard(dim, sections)
+    slice and all_gather with a placement: to and from that irregular placement
     """
 
     kind: str
@@ -61,7 +61,8 @@ class Step:
     target: tuple[
         tuple[int, ...], ...
     ] = ()  # of an exchange: for each dim the axes that cut it then
-    sections: tuple[int, ...] = ()  # into which the dim is cut
+    placement: Shard | None = None  # the irregular placement to slice to or gather from
+    layout: Layout | None = None  # of an exchange to or from irregular placements
 
     def __str__(self) -> str:
         where = {
@@ -144,73 +145,94 @@ def plan(
 def _plan(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
 ) -> Plan:
-    if not (source.is_fused or target.is_fused):
-        return Plan(
-            source, target, shape, itemsize, _searched(source, target, shape, itemsize)
-        )
     for layout in (source, target):
-        layout.local_shape(
-            shape, (0,) * layout.mesh.ndim
-        )  # which checks that sections add up
-    # What is cut section by section on one side only is whole in between.
-    kept = source.fused.items() & target.fused.items()
-    start, goal = (_whole_between(layout, kept) for layout in (source, target))
+        # Raises if an irregular placement does not fit the shape.
+        layout.local_shape(shape, (0,) * layout.mesh.ndim)
+    # Axes whose irregular placement changes are replicated in between.
+    kept = dict(source.irregular.items() & target.irregular.items())
     gathers = [
-        _sections_gathered(source, axis, shape, itemsize)
-        for axis in source.fused
-        if axis not in dict(kept)
+        _gather_irregular(source, axis, shape, itemsize)
+        for axis in source.irregular
+        if axis not in kept
     ]
     slices = [
-        Step("slice", a, p.dim, sections=p.sections)
-        for a, p in target.fused.items()
-        if (a, p) not in kept
+        Step("slice", axis, placement.dim, placement=placement)
+        for axis, placement in target.irregular.items()
+        if axis not in kept
     ]
-    return Plan(
-        source,
-        target,
-        shape,
-        itemsize,
-        (*gathers, *_searched(start, goal, shape, itemsize), *slices),
-    )
+    start, goal = _replicate_others(source, kept), _replicate_others(target, kept)
+    steps = (*gathers, *_search_between(start, goal, shape, itemsize), *slices)
+    stepwise = Plan(source, target, shape, itemsize, steps)
+    if not (gathers or slices) or source.partial != target.partial:
+        return stepwise
+    exchange = _exchange_irregular(source, target, shape, itemsize)
+    direct = Plan(source, target, shape, itemsize, (exchange,))
+    return direct if 0 < direct.cost < stepwise.cost else stepwise
 
 
-def _whole_between(layout: Layout, kept: Set[tuple[int, FusedShard]]) -> Layout:
-    changed = [
-        axis
-        for axis, placement in layout.fused.items()
-        if (axis, placement) not in kept
+def _replicate_others(layout: Layout, kept: Mapping[int, Shard]) -> Layout:
+    """The layout with Replicate on the irregular axes that are not kept."""
+    placements = [
+        Replicate() if axis in layout.irregular and axis not in kept else placement
+        for axis, placement in enumerate(layout.placements)
     ]
-    return layout.with_placements(
-        [
-            Replicate() if axis in changed else p
-            for axis, p in enumerate(layout.placements)
-        ]
-    )
+    return layout.with_placements(placements)
 
 
-def _sections_gathered(
+def _gather_irregular(
     layout: Layout, axis: int, shape: Sequence[int], itemsize: int
 ) -> Step:
-    placement, first = layout.fused[axis], (0,) * layout.mesh.ndim
-    nbytes = (
-        math.prod(layout.local_shape(shape, first))
-        * itemsize
-        * (layout.mesh_shape[axis] - 1)
-    )
-    return Step(
-        "all_gather", axis, placement.dim, nbytes=nbytes, sections=placement.sections
-    )
+    placement = layout.irregular[axis]
+    largest = math.prod(layout.largest_local_shape(shape))
+    nbytes = largest * itemsize * (layout.mesh_shape[axis] - 1)
+    return Step("all_gather", axis, placement.dim, nbytes=nbytes, placement=placement)
 
 
-def _searched(
+def _exchange_irregular(
+    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
+) -> Step:
+    """The step that leads straight to the target: every rank receives just what it lacks."""
+    changed = [
+        axis
+        for axis, pair in enumerate(
+            zip(source.placements, target.placements, strict=True)
+        )
+        if pair[0] != pair[1]
+    ]
+    axes = tuple(changed)
+    lacking = 0
+    for coordinate in _coordinates(source.mesh_shape, axes):
+        have = source.region_of(shape, coordinate)
+        want = target.region_of(shape, coordinate)
+        lacking = max(lacking, want.volume - want.shared_with(have))
+    nbytes = lacking * itemsize
+    return Step("exchange", axes[0], nbytes=nbytes, axes=axes, layout=target)
+
+
+def _coordinates(
+    mesh_shape: Sequence[int], axes: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Every coordinate along these axes, 0 along the others."""
+    ranges = (
+        range(ranks) if axis in axes else range(1)
+        for axis, ranks in enumerate(mesh_shape)
+    )
+    return itertools.product(*ranges)
+
+
+def _search_between(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
 ) -> tuple[Step, ...]:
-    """The steps between layouts that cut the same dims section by section: the other axes see a tensor of their own."""
-    first = (0,) * source.mesh.ndim
-    inside, sizes = source.within_pieces(shape, first)
-    fused = tuple((axis, placement.dim) for axis, placement in source.fused.items())
-    bound = _Bound(source.mesh_shape, sizes, itemsize, fused)
-    return _search(bound, _state(inside), _state(target.within_pieces(shape, first)[0]))
+    """The steps between layouts with the same irregular placements, on the other axes."""
+    if source is target:
+        return ()
+    sizes, largest = list(shape), source.largest_local_shape(shape)
+    fixed = []
+    for axis, placement in source.irregular.items():
+        sizes[placement.dim] = largest[placement.dim]
+        fixed.append((axis, placement.dim))
+    bound = _Bound(source.mesh_shape, tuple(sizes), itemsize, tuple(fixed))
+    return _search(bound, _state(source), _state(target))
 
 
 class _Bound(NamedTuple):
@@ -219,18 +241,18 @@ class _Bound(NamedTuple):
     mesh_shape: tuple[int, ...]
     shape: tuple[int, ...]
     itemsize: int
-    fused: tuple[tuple[int, int], ...] = ()  # (axis, dim) that stay as they are
+    fixed: tuple[tuple[int, int], ...] = ()  # (axis, dim) that stay as they are
 
     @property
     def axes(self) -> list[int]:
         """The axes that may move something."""
-        kept = [axis for axis, _ in self.fused]
+        kept = [axis for axis, _ in self.fixed]
         return [axis for axis in range(len(self.mesh_shape)) if axis not in kept]
 
     @property
     def dims(self) -> list[int]:
         """The dims that they may cut."""
-        kept = [dim for _, dim in self.fused]
+        kept = [dim for _, dim in self.fixed]
         return [dim for dim in range(len(self.shape)) if dim not in kept]
 
     def local_sizes(self, state: State) -> list[int]:
@@ -241,6 +263,14 @@ class _Bound(NamedTuple):
                 size = -(-size // self.mesh_shape[axis])  # noqa: PLW2901 - cut again and again
             sizes.append(size)
         return sizes
+
+    def box(self, state: State, coordinate: Sequence[int]) -> Box:
+        """What a coordinate holds in a state."""
+        spans = []
+        for size, axes in zip(self.shape, state.dim_axes, strict=True):
+            chunks = [(self.mesh_shape[axis], coordinate[axis]) for axis in axes]
+            spans.append(nested_span(size, chunks))
+        return tuple(spans)
 
     def share(self, sizes: Sequence[int], dim: int, ranks: int) -> int:
         """The bytes a rank receives when everyone sends each other one piece of that dim of such a shard."""
@@ -369,14 +399,10 @@ def _exchange(bound: _Bound, state: State, goal: State) -> Step:
     ]
     axes = tuple(sorted({axis for pair in changed for side in pair for axis in side}))
     lacking = 0
-    for coordinate in itertools.product(
-        *(range(n) if a in axes else (0,) for a, n in enumerate(bound.mesh_shape))
-    ):
-        have, want = (
-            box(bound.shape, s.dim_axes, bound.mesh_shape, coordinate)
-            for s in (state, goal)
-        )
-        lacking = max(lacking, volume(want) - volume(overlap(have, want)))
+    for coordinate in _coordinates(bound.mesh_shape, axes):
+        want = bound.box(goal, coordinate)
+        shared = overlap(bound.box(state, coordinate), want)
+        lacking = max(lacking, volume(want) - (volume(shared) if shared else 0))
     return Step(
         "exchange",
         axes[0],
@@ -384,36 +410,6 @@ def _exchange(bound: _Bound, state: State, goal: State) -> Step:
         axes=axes,
         target=goal.dim_axes,
     )
-
-
-Box = tuple[tuple[int, int], ...]  # (offset, size) along each dim
-
-
-def box(
-    shape: Sequence[int],
-    dim_axes: Sequence[Sequence[int]],
-    mesh_shape: Sequence[int],
-    at: Sequence[int],
-) -> Box:
-    """What a place of the mesh has of a tensor whose dims are cut by these axes."""
-    return tuple(
-        cut(size, [(mesh_shape[axis], at[axis]) for axis in axes])
-        for size, axes in zip(shape, dim_axes, strict=True)
-    )
-
-
-def overlap(left: Box, right: Box) -> Box:
-    """What two boxes share; a size of 0 somewhere if nothing."""
-    shared = []
-    for (a, n), (b, m) in zip(left, right, strict=True):
-        start = max(a, b)
-        shared.append((start, max(0, min(a + n, b + m) - start)))
-    return tuple(shared)
-
-
-def volume(of: Box) -> int:
-    """The number of elements in a box."""
-    return math.prod(size for _, size in of)
 
 
 def _cost(step: Step) -> int:
@@ -443,32 +439,26 @@ def _after(state: State, step: Step) -> State:
 
 
 def _layout_after(layout: Layout, step: Step) -> Layout:
-    """The layout after a step; axes that cut section by section stay, unless the step is about one of them."""
-    placements: dict[int, Placement] = dict(layout.fused)
-    state = _state(
-        layout.with_placements(
-            [
-                Replicate() if a in placements else p
-                for a, p in enumerate(layout.placements)
-            ]
-        )
-    )
-    if not step.sections:
+    """The layout after a step; irregular placements stay unless the step is about one."""
+    if step.layout is not None:
+        return step.layout
+    irregular: dict[int, Placement] = dict(layout.irregular)
+    state = _state(layout)
+    if step.placement is None:
         state = _after(state, step)
     elif step.kind == "slice":
-        placements[step.axis] = FusedShard(step.dim, step.sections)
+        irregular[step.axis] = step.placement
     else:
-        del placements[step.axis]
+        del irregular[step.axis]
     others = enumerate(placements_of(*state, layout.mesh_shape))
-    return layout.with_placements(
-        [placements.get(axis, placement) for axis, placement in others]
-    )
+    placements = [irregular.get(axis, placement) for axis, placement in others]
+    return layout.with_placements(placements)
 
 
 def _state(layout: Layout) -> State:
-    return State(
-        layout.dim_axes,
-        tuple(
-            p.reduce_op if isinstance(p, Partial) else None for p in layout.placements
-        ),
-    )
+    """The layout's state on the axes that the search may change."""
+    dim_axes = [
+        tuple(axis for axis in axes if axis not in layout.irregular)
+        for axes in layout.dim_axes
+    ]
+    return State(tuple(dim_axes), tuple(layout.partial))

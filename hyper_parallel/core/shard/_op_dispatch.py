@@ -41,14 +41,11 @@ from hyper_parallel.core.shard.execution import (
     Whole,
     fast,
 )
-from hyper_parallel.core.shard.fused import (
-    any_fused,
-    for_any_layout,
-    taken_apart,
-    unfused,
-    with_sections,
+from hyper_parallel.core.shard.irregular import (
+    accept_irregular,
+    keep_irregular,
+    regular_layouts,
 )
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import (
     ON_CHANGE,
     OPERATORS,
@@ -60,6 +57,8 @@ from hyper_parallel.core.shard.ops.pointwise import itself
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
 from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES, Reshaped
 from hyper_parallel.core.shard.rule import BoundRule, Rule
+from hyper_parallel.core.shard.section_views import find_section_view
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
 from hyper_parallel.platform.error_codes import coded, prefixed
@@ -212,11 +211,11 @@ class Dispatcher:
             if op.direct is not None:
                 self._planned(called, "by itself")
                 run = Direct(op.direct, func).run
-                return for_any_layout(called, run) if any_fused(tensors) else run
+                return accept_irregular(called, run, tensors)
             if op.handler is not None:
                 self._planned(called, "by other operators")
                 run = Handled(op, called, op.handler).run
-                return for_any_layout(called, run) if any_fused(tensors) else run
+                return accept_irregular(called, run, tensors)
             one_mesh(called.name, tensors)
             try:
                 return self._ruled(func, called, op, tensors, args, kwargs, inplace)
@@ -266,18 +265,12 @@ class Dispatcher:
         if callable(ruled):
             self._planned(called, "by other operators")
             run = Handled(op, called, ruled).run
-            return (
-                for_any_layout(called, run)
-                if any_fused(tensors) and ruled is not itself
-                else run
-            )
+            if ruled is itself:
+                return run
+            return accept_irregular(called, run, tensors)
         bound, operands = bound_call(op, called, arguments, ruled)
-        fused = any_fused(tensors)
-        if (
-            fused
-            and not inplace
-            and (view := taken_apart(called, bound, arguments)) is not None
-        ):
+        view = None if inplace else find_section_view(called, bound, arguments)
+        if view is not None:
             self._planned(called, "section by section")
             return view
         self._planned(called, (ruled.rule if isinstance(ruled, Ruled) else ruled).text)
@@ -286,21 +279,20 @@ class Dispatcher:
             [platform.get_element_size(t._local) for t in flat(operands)],
         )
         # A local call of its own makes a new tensor, so it cannot change its target.
-        given = unfused(layouts) if fused else layouts
+        regular = regular_layouts(layouts)
         made = (
             None
             if inplace and op.local is not None
-            else propagate(bound, given, itemsizes, inplace=inplace)
+            else propagate(bound, regular, itemsizes, inplace=inplace)
         )
-        if fused:
-            made = with_sections(op, bound, made, layouts, inplace)
+        made = keep_irregular(op, bound, made, layouts, inplace)
         if made is None:
             return Back(self.dispatch, called).run
         here = None
         if op.local is not None:
             mesh = tensors[0].device_mesh
             place = mesh.own_coordinate(called.name)
-            here = Here(
+            here = ShardContext(
                 bound, made, mesh.mesh_shape, place, _function(func, called.name)
             )
         moves = _moves(tensors, operands, made)

@@ -32,9 +32,9 @@ from hyper_parallel.core.shard.arguments import (
     replicated,
     tensors_in,
 )
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import OpPlan
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
@@ -72,7 +72,12 @@ class Planned:
     """A call whose plan is known. ``moves``: what each tensor must become; None where its shard is taken as it is."""
 
     def __init__(
-        self, func: Any, called: Called, op: Operator, made: OpPlan, here: Here | None
+        self,
+        func: Any,
+        called: Called,
+        op: Operator,
+        made: OpPlan,
+        here: ShardContext | None,
     ) -> None:
         self._func, self._called, self._op, self._here = func, called, op, here
         self._single = len(made.results) == 1 and not isinstance(made.results[0], tuple)

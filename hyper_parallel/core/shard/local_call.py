@@ -95,13 +95,12 @@ def _route(
 def is_even(shape: Sequence[int], layout: Layout) -> bool:
     """Whether all ranks have shards of one shape."""
     bound = layout.bind(len(shape))
-    pieces = [
-        (size, bound.mesh_shape[axis])
-        for axis, p in bound.fused.items()
-        for size in p.sections
-    ]
-    pieces += [(size, bound.get_dim_split_num(dim)) for dim, size in enumerate(shape)]
-    return all(size % count == 0 for size, count in pieces)
+    for dim, size in enumerate(shape):
+        if size % bound.get_dim_split_num(dim):
+            return False
+    return all(
+        len(set(bound.sizes_along(axis, shape))) == 1 for axis in bound.irregular
+    )
 
 
 def wrap_result(name: str, value: Any, layout: Layout | None, even: bool) -> Any:
@@ -109,10 +108,10 @@ def wrap_result(name: str, value: Any, layout: Layout | None, even: bool) -> Any
     if layout is None or not platform.is_tensor(value):
         return value
     layout = layout.bind(len(value.shape))
-    told = even and not layout.is_fused  # sections must be as long as they say
+    # A shard of an irregular dim must be as large as its placement says.
     shape = (
         layout.get_global_shape(value.shape)
-        if told
+        if even and layout.is_regular
         else _agreed_shape(name, value.shape, layout)
     )
     return DTensor(value, layout, shape)

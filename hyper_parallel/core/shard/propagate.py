@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
-from hyper_parallel.core.dtensor.placement_types import commute
+from hyper_parallel.core.dtensor.placement_types import Shard, commute
 from hyper_parallel.core.shard.binding import BoundTensor
 from hyper_parallel.core.shard.rule import BoundRule, Choice, Place
 
@@ -34,9 +34,8 @@ class OpPlan:
         Any, ...
     ]  # for each operand the axes on which its gradient must be summed
     choices: tuple[Choice, ...]  # what each axis does
-    orders: dict[
-        str, list[int]
-    ]  # for each factor that is cut the axes that cut it, outermost first
+    orders: dict[str, list[int]]  # for each sharded factor its axes, outermost first
+    irregular: Mapping[str, Shard] = field(default_factory=dict)  # by factor
 
     def __str__(self) -> str:
         return "; ".join(str(choice) for choice in self.choices)

@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,13 +104,10 @@ class DeferredInit(Platform):
 # --- the context
 
 
-@dataclass(eq=False)
 class _Target:
-    device: torch.device
-    include_buffers: bool
-    placed: WeakTensorKeyDictionary = field(
-        default_factory=WeakTensorKeyDictionary
-    )  # a tied tensor moves once
+    def __init__(self, device: torch.device, include_buffers: bool) -> None:
+        self.device, self.include_buffers = device, include_buffers
+        self.placed = WeakTensorKeyDictionary()  # a tied tensor moves once
 
     def on_parameter(self, _module: nn.Module, _name: str, tensor: Any) -> Any:
         # Hooks are global to the process: this one serves its own thread, while it is the innermost context there.

@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,24 +114,23 @@ class HostCopy:
         return tensor.data, event
 
 
-@dataclass(frozen=True)
 class Swapped:
-    """What the graph holds instead of a tensor: its elements in host memory and where they lie."""
+    """What the graph holds instead of a tensor: its elements in host memory and its strides."""
 
-    copy: HostCopy
-    size: torch.Size
-    stride: tuple[int, ...]
+    def __init__(
+        self, copy: HostCopy, size: torch.Size, stride: tuple[int, ...]
+    ) -> None:
+        self.copy, self.size, self.stride = copy, size, stride
 
     def take(self) -> torch.Tensor:
         return self.copy.take().as_strided(self.size, self.stride)
 
 
-@dataclass(frozen=True)
 class Kept:
     """A tensor that stays on its device. Torch does not watch over what hooks return, so the version is kept too."""
 
-    tensor: torch.Tensor
-    version: int
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor, self.version = tensor, version
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Kept:

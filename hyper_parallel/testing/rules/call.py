@@ -13,10 +13,10 @@ from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, bound_call
 from hyper_parallel.core.shard.arguments import flat, replaced, tensors_in
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import plan_for
 from hyper_parallel.core.shard.rule import BoundRule, Choice, Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Called
@@ -147,7 +147,7 @@ class CaughtCall:
             }
             plan = plan_for(self.bound, combination, self.mesh, orders)
             function = platform.operator(self.called.name)
-            here = Here(self.bound, plan, self.mesh.mesh_shape, place, function)
+            here = ShardContext(self.bound, plan, self.mesh.mesh_shape, place, function)
             kwargs = self.op.arguments(self.called, args, platform.named(kwargs))
             func, given = self.op.local, (here,)
         is_empty = any(0 in shard.shape for shard in shards)

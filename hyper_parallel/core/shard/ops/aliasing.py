@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.here import Here
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.strides import strides_of_whole
 
@@ -21,7 +21,7 @@ platform = get_platform()
 Sizes = tuple[int, ...]
 
 
-def reshape_shard(here: Here) -> Callable[..., Any]:
+def reshape_shard(here: ShardContext) -> Callable[..., Any]:
     """The reshaping of a shard to this rank's piece of the result."""
     size = here.shape()
     if not platform.counts_changes:

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.random import seed_of_piece
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import nothing
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -52,7 +52,7 @@ def _last(mask: Any, heads: str) -> str:
 
 
 def _attention_of_shard(
-    here: Here, query: Any, key: Any, value: Any, dropout_p: float, **more: Any
+    here: ShardContext, query: Any, key: Any, value: Any, dropout_p: float, **more: Any
 ) -> Any:
     # A seed is drawn for an empty shard too: all generators stay in step.
     draws = (
@@ -78,7 +78,9 @@ def _attention_of_shard(
         return here.function(query, key, value, dropout_p=dropout_p, **more)
 
 
-def _alike_on_all_ranks(here: Here, *operands: Any) -> AbstractContextManager[Any]:
+def _alike_on_all_ranks(
+    here: ShardContext, *operands: Any
+) -> AbstractContextManager[Any]:
     """Where some rank has no query, what it returns can be differentiated twice; so that of the others must be."""
     is_empty = here.plan.results[0].is_empty_somewhere(here.plan.shapes[0])
     recorded = is_empty and any(map(platform.is_recorded, operands))
@@ -86,7 +88,7 @@ def _alike_on_all_ranks(here: Here, *operands: Any) -> AbstractContextManager[An
 
 
 def _attention_as_it_is(
-    here: Here, dropout_p: float, is_causal: bool, **_: Any
+    here: ShardContext, dropout_p: float, is_causal: bool, **_: Any
 ) -> Callable[..., Any] | None:
     """Where nothing is dropped and every query knows its place."""
     return None if dropout_p or (is_causal and here.is_cut("s")) else here.function

@@ -168,7 +168,7 @@ def _check(
 
 def _in_one_piece(input: DTensor) -> DTensor:
     """The scores with classes that follow each other on every rank."""
-    if not input.layout.is_fused:
+    if input.layout.is_regular:
         return input
     if MODES.loss_parallel:
         raise coded(
@@ -177,7 +177,7 @@ def _in_one_piece(input: DTensor) -> DTensor:
             f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by "
             "section; redistribute() them so that the classes of a rank follow each other",
         )
-    return input.redistribute(None, input.layout.unfused())
+    return input.redistribute(None, input.layout.regular())
 
 
 # --- on one rank

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.windows import of_some, piece, shapes_of, some
 from hyper_parallel.core.shard.rule import einsum
+from hyper_parallel.core.shard.shard_context import ShardContext
 
 
 def _convolution(name: str) -> Callable[..., Ruled]:
@@ -49,7 +49,7 @@ def _is_transposed(name: str, arguments: dict[str, Any]) -> bool:
 
 def _of_shard(name: str) -> Callable[..., Any]:
     def local(
-        here: Here, input: Any, weight: Any, bias: Any, groups: int, **more: Any
+        here: ShardContext, input: Any, weight: Any, bias: Any, groups: int, **more: Any
     ) -> Any:
         if groups > 1:
             groups = here.size("g") or 1

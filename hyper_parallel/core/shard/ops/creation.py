@@ -60,9 +60,21 @@ def _new_tensor(input: Any, data: Any, **options: Any) -> DTensor:
 
 
 for _name in ("zeros_like", "ones_like", "empty_like"):
-    operator(_name, f"input, {OPTIONS}", handler=_like(_name))
+    operator(_name, f"input, {OPTIONS}", handler=_like(_name), any_layout=True)
 for _name in ("new_zeros", "new_ones", "new_empty"):
-    operator(_name, f"input, *size, {OPTIONS[3:]}", handler=_new(_name))
-operator("full_like", f"input, fill_value, {OPTIONS}", handler=_like("full_like"))
-operator("new_full", f"input, size, fill_value, {OPTIONS}", handler=_new("new_full"))
-operator("new_tensor", f"input, data, {OPTIONS}", handler=_new_tensor)
+    operator(
+        _name, f"input, *size, {OPTIONS[3:]}", handler=_new(_name), any_layout=True
+    )
+operator(
+    "full_like",
+    f"input, fill_value, {OPTIONS}",
+    handler=_like("full_like"),
+    any_layout=True,
+)
+operator(
+    "new_full",
+    f"input, size, fill_value, {OPTIONS}",
+    handler=_new("new_full"),
+    any_layout=True,
+)
+operator("new_tensor", f"input, data, {OPTIONS}", handler=_new_tensor, any_layout=True)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.stages import reduced_dims
 from hyper_parallel.core.shard.ops.views import ints, positions
 from hyper_parallel.core.shard.rule import Rule, einsum
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import REDUCE_OPS
 
@@ -109,7 +109,9 @@ operator("cumulative_trapezoid", "y, x=None, *, dx=1, dim=-1", _areas("... {dim=
 MANY = 25  # rows from which torch takes a product of matrices if the choice is its own
 
 
-def _cdist(here: Here, input: Any, other: Any, p: Any, compute_mode: Any) -> Any:
+def _cdist(
+    here: ShardContext, input: Any, other: Any, p: Any, compute_mode: Any
+) -> Any:
     """The way of computing that torch takes for the whole, so that the numbers are the same."""
     if compute_mode is None or compute_mode == "use_mm_for_euclid_dist_if_necessary":
         many = here.whole("r") > MANY or here.whole("s") > MANY
@@ -186,7 +188,7 @@ def _diagonal_scatter(input: Any, src: Any, dim1: int, dim2: int, **_: Any) -> R
 
 
 operator("unravel_index", "indices, shape", handler=_unravel_index)
-operator("sum_to_size", "input, *size", handler=_sum_to_size)
+operator("sum_to_size", "input, *size", handler=_sum_to_size, any_layout=True)
 operator("diagonal_scatter", "input, src, offset=0, dim1=0, dim2=1", _diagonal_scatter)
 
 # --- views as copies
@@ -214,10 +216,16 @@ def _copied(view: str) -> Callable[..., Any]:
 VIEWS = "diagonal expand narrow permute select split split_with_sizes squeeze t transpose unbind unfold unsqueeze view"
 for _view in VIEWS.split():
     operator(f"{_view}_copy", "input", direct=_copied(_view))
-operator("slice", "input, dim=0, start=None, end=None, step=1", handler=_slice)
+operator(
+    "slice",
+    "input, dim=0, start=None, end=None, step=1",
+    handler=_slice,
+    any_layout=True,
+)
 operator(
     "slice_copy",
     "input, dim=0, start=None, end=None, step=1",
     handler=lambda **given: _slice(**given).clone(),
+    any_layout=True,
 )
-operator("alias_copy", "input", handler=lambda input: input.clone())
+operator("alias_copy", "input", handler=lambda input: input.clone(), any_layout=True)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import diagonal_size, ints, moved, positions
 from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import REDUCE_OPS
 
@@ -143,10 +143,13 @@ operator("unsafe_split unsafe_split_with_sizes", "input, split_size, dim=0", _sp
 operator("unsafe_chunk", "input, chunks, dim=0", _chunk)
 operator("tensor_split", "input, indices_or_sections, dim=0", _tensor_split, view=True)
 operator(
-    "hsplit", "input, indices", handler=_split_along(lambda ndim: min(1, ndim - 1))
+    "hsplit",
+    "input, indices",
+    handler=_split_along(lambda ndim: min(1, ndim - 1)),
+    any_layout=True,
 )
-operator("vsplit", "input, indices", handler=_split_along(lambda _: 0))
-operator("dsplit", "input, indices", handler=_split_along(lambda _: 2))
+operator("vsplit", "input, indices", handler=_split_along(lambda _: 0), any_layout=True)
+operator("dsplit", "input, indices", handler=_split_along(lambda _: 2), any_layout=True)
 operator("unbind", "input, dim=0", move("... {dim}! -> [...]"), view=True)
 
 # --- copies
@@ -202,7 +205,9 @@ def _repeat_each(input: Any, repeats: Any, dim: int | None, **_: Any) -> Any:
     return input.index_select(dim, replicated(rows, input))
 
 
-def _repeat_shard(here: Here, input: Any, repeats: int, dim: int, **_: Any) -> Any:
+def _repeat_shard(
+    here: ShardContext, input: Any, repeats: int, dim: int, **_: Any
+) -> Any:
     return here.function(
         input, repeats, dim
     )  # without output_size, which is the whole's
@@ -280,7 +285,7 @@ def _pad(input: Any, pad: Any, mode: str, value: Any) -> Any:
 operator("pad", "input, pad, mode='constant', value=None", _pad)
 
 
-def _triangle(here: Here, input: Any, diagonal: int) -> Any:
+def _triangle(here: ShardContext, input: Any, diagonal: int) -> Any:
     return here.function(input, diagonal + here.offset("r") - here.offset("c"))
 
 

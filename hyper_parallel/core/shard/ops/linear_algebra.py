@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.views import ints, moved
 from hyper_parallel.core.shard.rule import Rule, einsum, reduction
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import REDUCE_OPS
 
@@ -319,7 +319,7 @@ def _kron(input: Any, other: Any) -> Rule:
     )
 
 
-def _trace(here: Here, input: Any) -> Any:
+def _trace(here: ShardContext, input: Any) -> Any:
     """The diagonal of the whole begins elsewhere in a shard."""
     return call("sum")(
         call("diagonal")(input, here.offset("r") - here.offset("c"), 0, 1)
@@ -343,7 +343,7 @@ def _vander(x: Any, N: Any, **_: Any) -> Any:
     )
 
 
-def _vander_of_shard(here: Here, x: Any, N: Any, **more: Any) -> Any:  # noqa: ARG001 - as it is called
+def _vander_of_shard(here: ShardContext, x: Any, N: Any, **more: Any) -> Any:  # noqa: ARG001 - as it is called
     return here.function(x, N=here.whole("powers"), **more)
 
 

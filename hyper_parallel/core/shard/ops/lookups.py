@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule, lookup
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -25,7 +25,7 @@ OUT_OF_RANGE = -1  # torch refuses it wherever it reads
 
 
 def read_own(
-    here: Here,
+    here: ShardContext,
     factor: str,
     table: Any,
     dim: int,
@@ -90,7 +90,7 @@ def _embedding(max_norm: Any, scale_grad_by_freq: bool, sparse: bool, **_: Any) 
 
 
 def _embed_shard(
-    here: Here, input: Any, weight: Any, padding_idx: int | None, **_: Any
+    here: ShardContext, input: Any, weight: Any, padding_idx: int | None, **_: Any
 ) -> Any:
     """A padding index that is another rank's row is none here."""
     if padding_idx is not None:
@@ -140,7 +140,7 @@ def _index_select(input: Any, index: Any, **_: Any) -> Any:
     )
 
 
-def _select_shard(here: Here, input: Any, dim: int, index: Any) -> Any:
+def _select_shard(here: ShardContext, input: Any, dim: int, index: Any) -> Any:
     after = len(input.shape) - 1 - dim % len(input.shape)
     return read_own(
         here,
@@ -173,7 +173,9 @@ def _gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
     return Ruled(read_by(f"{table}, {rows} -> {rows}", input), operands=[input, index])
 
 
-def _gather_shard(here: Here, input: Any, dim: int, index: Any, **_: Any) -> Any:
+def _gather_shard(
+    here: ShardContext, input: Any, dim: int, index: Any, **_: Any
+) -> Any:
     return read_own(
         here,
         "v",

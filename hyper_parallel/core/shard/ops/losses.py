@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.class_losses import (
     LONG,
     class_dim,
@@ -29,6 +28,7 @@ from hyper_parallel.core.shard.ops.stages import (
     wide,
 )
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -204,7 +204,7 @@ def _by_weight(name: str, unweighted: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _loss_of_shard(here: Here, **arguments: Any) -> Any:
+def _loss_of_shard(here: ShardContext, **arguments: Any) -> Any:
     """The loss of a shard; of a mean its share, and nothing of an empty one."""
     reduction = _asked(**arguments)
     given = {
@@ -329,7 +329,12 @@ def weight_of_targets(target: Any, weight: Any, ignore_index: int) -> Any:
 
 
 def _nll_of_shard(
-    here: Here, input: Any, target: Any, weight: Any, ignore_index: int, **more: Any
+    here: ShardContext,
+    input: Any,
+    target: Any,
+    weight: Any,
+    ignore_index: int,
+    **more: Any,
 ) -> Any:
     """Where classes are cut, the losses of the targets that are among this rank's."""
     if not here.is_cut("c"):
@@ -428,6 +433,7 @@ operator(
     f"{CLASSES}, label_smoothing=0.0",
     _of_classes(_cross_entropy_of_cut_classes, _cross_entropy_mean, linear=False),
     local=_loss_of_shard,
+    any_layout=True,
 )
 
 

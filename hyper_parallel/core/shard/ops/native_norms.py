@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.windows import piece, some
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -39,7 +39,13 @@ def _group_norm(input: Any, weight: Any, bias: Any, group: int, **_: Any) -> Rul
 
 
 def _groups_of_shard(
-    here: Here, input: Any, weight: Any, bias: Any, group: int, eps: float, **sizes: int
+    here: ShardContext,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    group: int,
+    eps: float,
+    **sizes: int,
 ) -> Any:
     """Of no images or no groups: of one of them, of which nothing is kept."""
     if here.is_cut("g"):

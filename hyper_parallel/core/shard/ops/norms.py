@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import (
     is_cut,
@@ -21,6 +20,7 @@ from hyper_parallel.core.shard.ops.stages import (
     wide,
 )
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -53,7 +53,7 @@ def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, **_: Any) -
 
 
 def _groups_of_shard(
-    here: Here, input: Any, num_groups: int, weight: Any, bias: Any, **more: Any
+    here: ShardContext, input: Any, num_groups: int, weight: Any, bias: Any, **more: Any
 ) -> Any:
     if here.is_cut("g"):
         num_groups = here.size("g")
@@ -202,7 +202,7 @@ def _instance_norm_of_all(
 
 
 def _channels_of_shard(
-    here: Here, input: Any, weight: Any, bias: Any, **more: Any
+    here: ShardContext, input: Any, weight: Any, bias: Any, **more: Any
 ) -> Any:
     if 0 in here.shape():
         return nothing(here, input, weight, bias)

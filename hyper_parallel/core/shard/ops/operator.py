@@ -46,6 +46,8 @@ class Operator:
     called in place of the operator, with the shards among the arguments as they came; or None.
     ``zeros``: plain zeros among the arguments are taken: torch's modules begin with them.
     ``lists``: it works on lists entry by entry, so they may hold plain and distributed tensors; only with ``direct``.
+    ``any_layout``: ``handler``, ``direct`` or a function that ``rule`` gives is right for irregular placements too.
+    ``order_free``: ``local`` asks its rank for sizes and shapes only, so a dim may have an irregular placement.
     ``family``: the module that put it into the table.
     """
 
@@ -61,6 +63,8 @@ class Operator:
     zeros: bool = False
     ready: Callable[..., Callable[..., Any] | None] | None = None
     lists: bool = False
+    any_layout: bool = False
+    order_free: bool = False
     family: str = ""
 
     def arguments(
@@ -113,13 +117,18 @@ def operator(
     zeros: bool = False,
     ready: Callable[..., Callable[..., Any] | None] | None = None,
     lists: bool = False,
+    any_layout: bool = False,
+    order_free: bool = False,
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
     family = sys._getframe(1).f_globals.get("__name__", "")
     ways = rule, local, handler, direct, view, zeros, ready, lists
+    facts = any_layout, order_free
     for name in names.split():
-        OPERATORS[name] = Operator(name, positional, defaults, rest, *ways, family)
+        OPERATORS[name] = Operator(
+            name, positional, defaults, rest, *ways, *facts, family
+        )
     for told in ON_CHANGE:
         told()
 

@@ -12,7 +12,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.layout import cut
+from hyper_parallel.core.dtensor.geometry import nested_span
 from hyper_parallel.core.shard.arguments import replicated
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import gather_with_integers, is_cut
@@ -46,13 +46,11 @@ def _topk(input: Any, k: int, dim: int, **_: Any) -> Any:
 
 
 def _pieces(input: Any, dim: int) -> list[int]:
-    """The sizes of the pieces into which a dim is cut."""
+    """The sizes of the pieces into which a dim is divided."""
     counts = [input.layout.mesh_shape[axis] for axis in input.layout.dim_axes[dim]]
     places = itertools.product(*map(range, counts))
-    return [
-        cut(input.shape[dim], list(zip(counts, place, strict=True)))[1]
-        for place in places
-    ]
+    chunks = (list(zip(counts, place, strict=True)) for place in places)
+    return [nested_span(input.shape[dim], chunk)[1] for chunk in chunks]
 
 
 def _best_in_stages(input: Any, k: int, dim: int, largest: bool, sorted: bool) -> Any:

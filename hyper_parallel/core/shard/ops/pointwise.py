@@ -16,9 +16,9 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import one_mesh
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.rule import Order, Rule, falling, move, pointwise, rising
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -97,7 +97,7 @@ def _polygamma(n: Any, input: Any) -> Ruled:
     )  # as a method it has the tensor first
 
 
-def _complex_shard(here: Here, input: Any) -> Any:
+def _complex_shard(here: ShardContext, input: Any) -> Any:
     # An empty shard may have strides that torch does not accept here.
     return here.function(
         input if input.numel() else input.reshape(-1).reshape(input.shape)
@@ -382,12 +382,14 @@ operator(
     "to",
     "input, *to, dtype=None, device=None, other=None, non_blocking=False, copy=False, memory_format=None",
     _to,
+    any_layout=True,
 )
 operator("type", "input, dtype=None, non_blocking=False", _type)
 operator(
     "type_as",
     "input, other",
     handler=lambda input, other: input.to(dtype=other.dtype, device=other.device),
+    any_layout=True,
 )
 DTYPES = {
     "byte": "uint8",
@@ -435,8 +437,8 @@ def _zero(input: Any) -> Any:
 
 
 operator("fill", "input, value", pointwise(2, linear=1))
-operator("copy", "input, src, non_blocking=False", handler=_copy)
-operator("zero", "input", handler=_zero)
+operator("copy", "input, src, non_blocking=False", handler=_copy, any_layout=True)
+operator("zero", "input", handler=_zero, any_layout=True)
 
 # --- one answer of all ranks
 

@@ -15,10 +15,10 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device, seed_of_piece
 from hyper_parallel.core.dtensor.routes import hold, local_for
 from hyper_parallel.core.shard.arguments import refuse_copy, replicated
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import ONE, SCALED, itself
 from hyper_parallel.core.shard.rule import Rule, pointwise
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -26,12 +26,12 @@ platform = get_platform()
 # --- other numbers on every piece
 
 
-def _drawn(here: Here, call: Callable[[], Any]) -> Any:
+def _drawn(here: ShardContext, call: Callable[[], Any]) -> Any:
     with platform.seeded(seed_of_piece(here.plan.results[0], here.piece)):
         return call()
 
 
-def _drop_shard(here: Here, input: Any, p: float, **_: Any) -> Any:
+def _drop_shard(here: ShardContext, input: Any, p: float, **_: Any) -> Any:
     return _drawn(here, lambda: here.function(input, p, True))
 
 
@@ -72,7 +72,7 @@ for _names, _rule in {
 
 
 def _rrelu_shard(
-    here: Here, input: Any, lower: float, upper: float, training: bool, **_: Any
+    here: ShardContext, input: Any, lower: float, upper: float, training: bool, **_: Any
 ) -> Any:
     def call() -> Any:
         return here.function(input, lower, upper, training)
@@ -84,7 +84,9 @@ def _without_generator(generator: Any, **_: Any) -> Any:
     return None if generator is not None else ONE
 
 
-def _draw_shard(here: Here, input: Any, p: float | None = None, **_: Any) -> Any:
+def _draw_shard(
+    here: ShardContext, input: Any, p: float | None = None, **_: Any
+) -> Any:
     return _drawn(
         here, lambda: here.function(input) if p is None else here.function(input, p)
     )
@@ -113,7 +115,7 @@ def _multinomial(input: Any, num_samples: int, generator: Any, **_: Any) -> Any:
 
 
 def _choose_of_shard(
-    here: Here, input: Any, num_samples: int, replacement: bool, **_: Any
+    here: ShardContext, input: Any, num_samples: int, replacement: bool, **_: Any
 ) -> Any:
     return _drawn(here, lambda: here.function(input, num_samples, replacement))
 
@@ -176,8 +178,9 @@ operator(
     "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_",
     "*args",
     direct=_fill,
+    any_layout=True,
 )
-operator("init", "*args", direct=_initialise)
+operator("init", "*args", direct=_initialise, any_layout=True)
 
 
 def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +202,9 @@ def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
-operator("rand_like randn_like randint_like", "*args", direct=_draw_like)
+operator(
+    "rand_like randn_like randint_like", "*args", direct=_draw_like, any_layout=True
+)
 
 
 def _normal(generator: Any, **_: Any) -> Any:

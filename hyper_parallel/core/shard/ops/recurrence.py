@@ -13,9 +13,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.random import seed_of_piece
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -57,7 +57,9 @@ def _layers(
     return Ruled(Rule(text, broadcast="none"), {"o": width}, [input, *states, *params])
 
 
-def _layers_of_shard(here: Here, dropout: float, train: bool, **more: Any) -> Any:
+def _layers_of_shard(
+    here: ShardContext, dropout: float, train: bool, **more: Any
+) -> Any:
     drops = dropout and train and more["num_layers"] > 1
     with (
         platform.seeded(seed_of_piece(here.plan.results[0], here.piece))

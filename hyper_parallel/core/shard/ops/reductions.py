@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import (
     elementwise,
@@ -34,6 +33,7 @@ from hyper_parallel.core.shard.ops.stages import (
     wide,
 )
 from hyper_parallel.core.shard.rule import Rule, pointwise, reduction
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -88,7 +88,7 @@ def _not_linear(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) ->
     return Ruled(Rule(reducing(keepdim)), {"dim": _every(dim)})
 
 
-def _mean(here: Here, input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
+def _mean(here: ShardContext, input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
     """The local mean for its share of the global count: it does not overflow where a sum would."""
     if here.share == 0:
         return platform.operator("sum")(input, dim, keepdim, dtype=dtype)
@@ -98,7 +98,9 @@ def _mean(here: Here, input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
 
 operator("sum", f"{REDUCE}, *, dtype=None", _sum_like("sum"))
 operator("prod", f"{REDUCE}, *, dtype=None", _sum_like("prod"))
-operator("mean", f"{REDUCE}, *, dtype=None", _sum_like("mean"), local=_mean)
+operator(
+    "mean", f"{REDUCE}, *, dtype=None", _sum_like("mean"), local=_mean, order_free=True
+)
 operator("nansum", f"{REDUCE}, *, dtype=None", _not_linear)
 operator("count_nonzero", "input, dim=None", _not_linear)
 
@@ -165,7 +167,7 @@ def _nanmean(input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
 
 
 for name in ("amax", "amin"):
-    operator(name, REDUCE, _staged(partial(extreme_in_stages, name)))
+    operator(name, REDUCE, _staged(partial(extreme_in_stages, name)), any_layout=True)
 for name in ("all", "any"):
     operator(name, REDUCE, _logical(name))
 operator("logsumexp", REDUCE, _staged(_logsumexp))
@@ -232,7 +234,7 @@ def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:
 
 
 def _quantile_of_shard(
-    here: Here, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str
+    here: ShardContext, input: Any, q: Any, dim: Any, keepdim: bool, interpolation: str
 ) -> Any:
     if 0 in here.shape():
         return nothing(here, input, q)
@@ -293,7 +295,12 @@ def _root(variance: Any) -> Any:
 
 
 def _deviation_of_shard(
-    here: Here, input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any
+    here: ShardContext,
+    input: Any,
+    dim: Any,
+    unbiased: Any,
+    keepdim: bool,
+    correction: Any,
 ) -> Any:
     dim, correction = _corrected(dim, unbiased, correction)
     if 0 not in here.shape():
@@ -363,9 +370,17 @@ def _norm_rule(of_matrices: bool = False) -> Callable[..., Any]:
 
 
 operator(
-    "vector_norm", "input, ord=2, dim=None, keepdim=False, *, dtype=None", _norm_rule()
+    "vector_norm",
+    "input, ord=2, dim=None, keepdim=False, *, dtype=None",
+    _norm_rule(),
+    any_layout=True,
 )
-operator("norm", "input, p='fro', dim=None, keepdim=False, dtype=None", _norm_rule())
+operator(
+    "norm",
+    "input, p='fro', dim=None, keepdim=False, dtype=None",
+    _norm_rule(),
+    any_layout=True,
+)
 operator(
     "linalg_norm",
     "input, ord=None, dim=None, keepdim=False, *, dtype=None",

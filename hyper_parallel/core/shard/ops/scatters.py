@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.pointwise import is_zero
 from hyper_parallel.core.shard.ops.stages import is_cut
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -42,7 +42,7 @@ def is_mask(item: Any) -> bool:
 
 
 def _with_spare(
-    here: Here, factor: str, table: Any, dim: int, index: Any, from_end: bool
+    here: ShardContext, factor: str, table: Any, dim: int, index: Any, from_end: bool
 ) -> tuple[Any, Any, Any]:
     """The piece with a spare row along a dim, the rows to write to, and whether they are this rank's.
 
@@ -104,7 +104,7 @@ def _rows(
 
 
 def _rows_of_shard(
-    here: Here,
+    here: ShardContext,
     input: Any,
     dim: int,
     index: Any,
@@ -353,7 +353,7 @@ def _put_cut(
 
 
 def _put_of_shard(
-    here: Here,
+    here: ShardContext,
     input: Any,
     dims: Sequence[int],
     indices: Sequence[Any],

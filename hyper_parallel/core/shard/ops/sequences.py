@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.stages import nothing
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -64,7 +64,7 @@ def _or_none(lengths: Any) -> Any:
 
 
 def _ctc_of_shard(
-    here: Here,
+    here: ShardContext,
     log_probs: Any,
     targets: Any,
     input_lengths: Any,
@@ -141,7 +141,12 @@ def _embedding_bag(
 
 
 def _bags_of_shard(
-    here: Here, input: Any, weight: Any, mode: str, padding_idx: int | None, **more: Any
+    here: ShardContext,
+    input: Any,
+    weight: Any,
+    mode: str,
+    padding_idx: int | None,
+    **more: Any,
 ) -> Any:
     if 0 in here.shape():
         return nothing(here, weight, more["per_sample_weights"])

@@ -82,7 +82,7 @@ def is_small_part(input: Any, items: Sequence[Any]) -> bool:
     layout, shape = input.layout, tuple(input.shape)
     name = str(input.dtype).rpartition(".")[2].lower()
     plain = all(isinstance(p, Replicate) or type(p) is Shard for p in layout.placements)
-    if name not in SUMMED or not plain or layout.is_fused:
+    if name not in SUMMED or not plain:
         return False
     chosen = _parts(shape, items)
     if not any(

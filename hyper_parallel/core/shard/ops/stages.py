@@ -16,10 +16,10 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -66,7 +66,7 @@ def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
         Replicate() if axis in cuts else p for axis, p in enumerate(layout.placements)
     ]
     one_by_one = [
-        Shard(p.dim) if axis in layout.fused and axis in cuts else p
+        Shard(p.dim) if axis in layout.irregular and axis in cuts else p
         for axis, p in enumerate(layout.placements)
     ]
     return DTensor(part, layout.with_placements(one_by_one), shape).redistribute(
@@ -131,7 +131,7 @@ def elementwise(function: Callable[[Any], Any], tensor: DTensor) -> DTensor:
     return DTensor(function(tensor.to_local()), tensor.layout, tensor.shape)
 
 
-def nothing(here: Here, *operands: Any, result: int = 0) -> Any:
+def nothing(here: ShardContext, *operands: Any, result: int = 0) -> Any:
     """An empty piece of a result, for operators that do not take empty tensors.
 
     All operands are in its graph: the sums that other ranks await in backward need this rank as well.

@@ -16,11 +16,11 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.aliasing import contiguous_shard, reshape_shard
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.slices import is_small_part, take_small_part
 from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
@@ -158,7 +158,9 @@ def _reinterpreted(input: Any, dtype: Any) -> Any:
     return Ruled(Rule("... i! -> ... o!"), {"o": input.shape[-1] * ours // theirs})
 
 
-def _view_of_shard(here: Here, input: Any, shape: Any = (), dtype: Any = None) -> Any:
+def _view_of_shard(
+    here: ShardContext, input: Any, shape: Any = (), dtype: Any = None
+) -> Any:
     asked = _dtype(shape, dtype)
     if asked is None:
         return input.view(here.shape())
@@ -178,7 +180,7 @@ def _ravel(input: Any) -> Ruled:
     return reshaped(tuple(input.shape), (math.prod(input.shape),))
 
 
-def _ravel_shard(here: Here, input: Any) -> Any:
+def _ravel_shard(here: ShardContext, input: Any) -> Any:
     return contiguous_shard(here.operand_shape(0), input).reshape(here.shape())
 
 
@@ -194,12 +196,12 @@ def _flatten(input: Any, start_dim: int, end_dim: int) -> Ruled:
     )
 
 
-def _flatten_shard(here: Here, input: Any, start_dim: int, end_dim: int) -> Any:
+def _flatten_shard(here: ShardContext, input: Any, start_dim: int, end_dim: int) -> Any:
     return _to_flat(here, input, start_dim, end_dim)(input)
 
 
 def _to_flat(
-    here: Here, input: Any, start_dim: int, end_dim: int
+    here: ShardContext, input: Any, start_dim: int, end_dim: int
 ) -> Callable[..., Any]:
     """A single dim is flat already: the tensor itself, as torch gives it, with its hooks."""
     ndim = len(input.shape)
@@ -228,22 +230,22 @@ def _unsqueeze(input: Any, dim: int) -> Ruled:
     return reshaped(shape, (*shape[:at], 1, *shape[at:]))
 
 
-def _as_view(here: Here, input: Any, **_: Any) -> Any:
+def _as_view(here: ShardContext, input: Any, **_: Any) -> Any:
     return input.view(here.shape())
 
 
-def _as_shape(here: Here, input: Any, **_: Any) -> Any:
+def _as_shape(here: ShardContext, input: Any, **_: Any) -> Any:
     return reshape_shard(here)(input)
 
 
 def _to_view(
-    here: Here, shape: Any = (), dtype: Any = None, **_: Any
+    here: ShardContext, shape: Any = (), dtype: Any = None, **_: Any
 ) -> Callable[..., Any] | None:
     size = here.shape()
     return None if _dtype(shape, dtype) else lambda input, *_, **__: input.view(size)
 
 
-def _to_shape(here: Here, **_: Any) -> Callable[..., Any]:
+def _to_shape(here: ShardContext, **_: Any) -> Callable[..., Any]:
     return reshape_shard(here)
 
 
@@ -254,11 +256,18 @@ operator(
     local=_view_of_shard,
     ready=_to_view,
     view=True,
+    order_free=True,
 )
 operator(
-    "reshape", "input, *shape", _reshape, local=_as_shape, ready=_to_shape, view="maybe"
+    "reshape",
+    "input, *shape",
+    _reshape,
+    local=_as_shape,
+    ready=_to_shape,
+    view="maybe",
+    order_free=True,
 )
-operator("ravel", "input", _ravel, local=_ravel_shard, view="maybe")
+operator("ravel", "input", _ravel, local=_ravel_shard, view="maybe", order_free=True)
 operator(
     "flatten",
     "input, start_dim=0, end_dim=-1",
@@ -266,6 +275,7 @@ operator(
     local=_flatten_shard,
     ready=_to_flat,
     view="maybe",
+    order_free=True,
 )
 operator(
     "unflatten",
@@ -274,28 +284,44 @@ operator(
     local=_as_view,
     ready=_to_view,
     view=True,
+    order_free=True,
 )
 operator(
-    "squeeze", "input, dim=None", _squeeze, local=_as_view, ready=_to_view, view=True
+    "squeeze",
+    "input, dim=None",
+    _squeeze,
+    local=_as_view,
+    ready=_to_view,
+    view=True,
+    order_free=True,
 )
 operator(
-    "unsqueeze", "input, dim", _unsqueeze, local=_as_view, ready=_to_view, view=True
+    "unsqueeze",
+    "input, dim",
+    _unsqueeze,
+    local=_as_view,
+    ready=_to_view,
+    view=True,
+    order_free=True,
 )
 # Of the other tensor only the shape counts.
 operator(
     "view_as",
     "input, other",
     handler=lambda input, other: input.view(tuple(other.shape)),
+    any_layout=True,
 )
 operator(
     "reshape_as",
     "input, other",
     handler=lambda input, other: input.reshape(tuple(other.shape)),
+    any_layout=True,
 )
 operator(
     "expand_as",
     "input, other",
     handler=lambda input, other: input.expand(tuple(other.shape)),
+    any_layout=True,
 )
 
 
@@ -315,7 +341,7 @@ def _at_least(count: int) -> Callable[..., Any]:
 
 
 for _count in (1, 2, 3):
-    operator(f"atleast_{_count}d", "*input", handler=_at_least(_count))
+    operator(f"atleast_{_count}d", "*input", handler=_at_least(_count), any_layout=True)
 
 # --- another order
 
@@ -391,7 +417,7 @@ def _expand(input: Any, size: Any, **_: Any) -> Ruled:
     return moved(left, right, **sizes)
 
 
-def _expand_shard(here: Here, input: Any, **_: Any) -> Any:
+def _expand_shard(here: ShardContext, input: Any, **_: Any) -> Any:
     return platform.operator("expand")(input, here.shape())
 
 
@@ -422,9 +448,21 @@ def _meshgrid(input: Sequence[Any], indexing: str | None) -> tuple[Any, ...]:
 
 
 operator(
-    "expand", "input, *size, implicit=False", _expand, local=_expand_shard, view=True
+    "expand",
+    "input, *size, implicit=False",
+    _expand,
+    local=_expand_shard,
+    view=True,
+    order_free=True,
 )
-operator("broadcast_to", "input, size", _expand, local=_expand_shard, view=True)
+operator(
+    "broadcast_to",
+    "input, size",
+    _expand,
+    local=_expand_shard,
+    view=True,
+    order_free=True,
+)
 operator("broadcast_tensors", "*input", handler=_broadcast_tensors)
 operator("meshgrid", "*input, indexing=None", handler=_meshgrid)
 
@@ -471,7 +509,9 @@ def _selected(input: Any, dim: int, index: int) -> list[Any]:
     return [index if i == at else slice(None) for i in range(len(input.shape))]
 
 
-def _narrow_shard(here: Here, input: Any, dim: int, start: int, length: int) -> Any:
+def _narrow_shard(
+    here: ShardContext, input: Any, dim: int, start: int, length: int
+) -> Any:
     return here.function(input, dim, start, min(length, here.shape()[dim]))
 
 
@@ -515,7 +555,14 @@ def _in_one_memory(func: Any, *_: Any) -> None:
     )
 
 
-operator("narrow", "input, dim, start, length", _narrow, local=_narrow_shard, view=True)
+operator(
+    "narrow",
+    "input, dim, start, length",
+    _narrow,
+    local=_narrow_shard,
+    view=True,
+    order_free=True,
+)
 operator("select", "input, dim, index", _select, view=True)
 operator("unfold", "input, dimension, size, step", _unfold, view=True)
 operator("diagonal", "input, offset=0, dim1=0, dim2=1", _diagonal, view=True)
@@ -547,6 +594,8 @@ def _to_dense(input: Any, dtype: Any, **_: Any) -> Any:
     return input if dtype is None else input.to(dtype)
 
 
-operator("contiguous", "input, *, memory_format=None", handler=_contiguous)
+operator(
+    "contiguous", "input, *, memory_format=None", handler=_contiguous, any_layout=True
+)
 operator("to_dense", "input, dtype=None, *, masked_grad=None", handler=_to_dense)
 operator("clone", "input, *, memory_format=None", move("... -> ..."))

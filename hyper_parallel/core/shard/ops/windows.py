@@ -17,10 +17,10 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.here import Here
 from hyper_parallel.core.shard.ops.operator import Ruled, operator
 from hyper_parallel.core.shard.ops.views import ints
 from hyper_parallel.core.shard.rule import Rule, move
+from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import REDUCE_OPS
 
@@ -63,7 +63,7 @@ def some(tensor: Any, least: int = 1) -> Any:
     return tensor
 
 
-def piece(here: Here, found: Any) -> Any:
+def piece(here: ShardContext, found: Any) -> Any:
     """What of these results is this rank's, where more were computed."""
     if platform.is_tensor(found):
         return call("getitem")(found, tuple(map(slice, here.shape())))
@@ -75,7 +75,7 @@ def piece(here: Here, found: Any) -> Any:
     )
 
 
-def of_some(here: Here, least: int = 1, **arguments: Any) -> Any:
+def of_some(here: ShardContext, least: int = 1, **arguments: Any) -> Any:
     """The operator on a shard; many do not take an empty one, so they get zeros, and nothing of the result is kept."""
     if all(
         0 not in value.shape
@@ -293,7 +293,7 @@ def _col2im(input: Any, kernel_size: Any, **more: Any) -> Ruled:
     return Ruled(Rule(text, linear=((0,),), broadcast="none"), sizes)
 
 
-def _col2im_of_shard(here: Here, kernel_size: Any, **more: Any) -> Any:
+def _col2im_of_shard(here: ShardContext, kernel_size: Any, **more: Any) -> Any:
     return of_some(here, least=_area(kernel_size), kernel_size=kernel_size, **more)
 
 
@@ -318,7 +318,7 @@ def _pixels(text: str, name: str, factor: str) -> None:
         shapes_of(name, arguments)  # says what is wrong with the sizes
         return Ruled(move(text), {"i": arguments[factor], "j": arguments[factor]})
 
-    def of_shard(here: Here, **arguments: Any) -> Any:
+    def of_shard(here: ShardContext, **arguments: Any) -> Any:
         return of_some(here, least=arguments[factor] ** 2, **arguments)
 
     operator(name, f"input, {factor}", rule, local=of_shard)
@@ -374,7 +374,9 @@ def _affine_grid(size: Any, **_: Any) -> Ruled:
     )
 
 
-def _affine_grid_of_shard(here: Here, theta: Any, size: Any, **more: Any) -> Any:
+def _affine_grid_of_shard(
+    here: ShardContext, theta: Any, size: Any, **more: Any
+) -> Any:
     theta = some(theta)
     return piece(here, here.function(theta, [theta.shape[0], *size[1:]], **more))
 

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a local call may ask about its rank: where its pieces lie in the factors of the call.
+"""What a local call may ask about its rank: where its shard begins in the factors of the call.
 
-def mean(here, input, dim, keepdim):          the local mean for its share of the global count
+def mean(here, input, dim, keepdim):          the local mean, weighted by its share of the elements
     return input.mean(dim, keepdim) * here.share
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from hyper_parallel.core.dtensor.layout import cut
+from hyper_parallel.core.dtensor.geometry import Spans, nested_span
 from hyper_parallel.core.shard.binding import BoundTensor
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.rule import BoundRule
 
 
-class Here:
+class ShardContext:
     """One call on one rank.
 
-    ``function`` is the operator itself, ``place`` the rank's place in the mesh, ``share`` how much this rank has of
-    what vanishes: its part of a mean.
+    ``function`` is the operator, ``place`` the rank's coordinate, and ``share`` the part
+    of the elements that vanish in a reduction which this rank holds.
     """
 
     def __init__(
@@ -35,37 +34,42 @@ class Here:
         self.function = function
         self.place = tuple(place)
         self.plan = plan
-        self._sizes = {factor.name: factor.size for factor in bound.factors}
-        self._spans = {
-            name: cut(
-                self._sizes[name], [(mesh_shape[axis], place[axis]) for axis in axes]
-            )
-            for name, axes in plan.orders.items()
-        }
         self._mesh_shape = tuple(mesh_shape)
+        self._sizes = {factor.name: factor.size for factor in bound.factors}
+        self._spans = {name: self._find_spans(name) for name in plan.orders}
         self._operands = bound.operands
         self._shapes: dict[int, tuple[int, ...]] = {}
-        gone = [
-            factor.name
-            for factor in bound.factors
-            if factor.name in self._spans and not factor.kept
-        ]
-        self.share = math.prod(
-            self.size(name) / self.whole(name) if self.whole(name) else 1.0
-            for name in gone
-        )
+        self.share = 1.0
+        for factor in bound.factors:
+            if factor.name in self._spans and not factor.kept and factor.size:
+                self.share *= self.size(factor.name) / factor.size
+
+    def _find_spans(self, name: str) -> Spans:
+        """What this rank holds of a sharded factor."""
+        size, axes = self._sizes[name], self.plan.orders[name]
+        placement = self.plan.irregular.get(name)
+        if placement is not None:
+            [axis] = axes
+            return placement.spans(size, self._mesh_shape[axis], self.place[axis])
+        chunks = [(self._mesh_shape[axis], self.place[axis]) for axis in axes]
+        return (nested_span(size, chunks),)
 
     def whole(self, name: str) -> int:
         """The size of a factor."""
         return self._sizes[name]
 
     def offset(self, name: str) -> int:
-        """Where this rank's piece of a factor begins."""
-        return self._spans.get(name, (0, 0))[0]
+        """Where this rank's chunk of a factor begins."""
+        if name not in self._spans:
+            return 0
+        [(offset, _)] = self._spans[name]  # not for operators that are order-free
+        return offset
 
     def size(self, name: str) -> int:
-        """The size of this rank's piece of a factor."""
-        return self._spans[name][1] if name in self._spans else self._sizes[name]
+        """How many elements of a factor this rank holds."""
+        if name not in self._spans:
+            return self._sizes[name]
+        return sum(size for _, size in self._spans[name])
 
     def is_cut(self, name: str) -> bool:
         """Whether a factor is cut at all."""

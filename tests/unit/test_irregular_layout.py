@@ -9,7 +9,7 @@ import torch
 from layouts import own_indices
 
 from hyper_parallel import FusedShard, Layout, Partial, Replicate, Shard, StridedShard
-from hyper_parallel.core.dtensor.layout import cut
+from hyper_parallel.core.dtensor.geometry import chunk_span
 from hyper_parallel.core.dtensor.redistribution import plan
 
 LINE = Layout((4,), ("tp",))
@@ -63,10 +63,10 @@ def test_a_layout_keeps_them():
     assert layout.placements == (qkv(2),)
     assert layout is LINE([qkv(2)]).bind(3)
     assert layout is not LINE([Shard(2)]).bind(3)
-    assert layout.is_fused
-    assert layout.fused == {0: qkv(2)}
-    assert not LINE([Shard(0)]).is_fused
-    assert layout.unfused() is LINE([Shard(2)]).bind(3)
+    assert not layout.is_regular
+    assert layout.irregular == {0: qkv(2)}
+    assert LINE([Shard(0)]).is_regular
+    assert layout.regular() is LINE([Shard(2)]).bind(3)
     assert layout.dim_axes == ((), (), (0,))
     assert layout.alias_placements == ("None", "None", "tp")
     assert layout.get_dim_split_num(2) == 4
@@ -87,7 +87,7 @@ def test_shards(sections, ranks):
     whole = torch.arange(3 * shape[1]).view(shape)
     together = 0
     for place in range(ranks):
-        pieces = [cut(size, [(ranks, place)])[1] for size in sections]
+        pieces = [chunk_span(size, ranks, place)[1] for size in sections]
         local = layout.local_shape(shape, (place,))
         assert local == (3, sum(pieces))
         boxes = layout.boxes_of(shape, (place,))
@@ -115,7 +115,7 @@ def test_boxes_of_two_dims_with_sections():
 
 def test_there_is_no_single_box():
     layout = LINE([qkv()]).bind(1)
-    with pytest.raises(ValueError, match=r"not one box.*boxes_of"):
+    with pytest.raises(ValueError, match=r"several boxes.*boxes_of"):
         layout.shard_of((32,), (0,))
 
 
@@ -123,7 +123,7 @@ def test_sections_must_add_up():
     layout = LINE([qkv()]).bind(2)
     assert layout.get_global_shape((8, 5)) == (32, 5)
     for ask in (layout.local_shape, layout.spans_of, layout.boxes_of):
-        with pytest.raises(ValueError, match="dim 0 add up to 32, but its size is 31"):
+        with pytest.raises(ValueError, match="add up to 32, but dim 0 has size 31"):
             ask((31, 5), (0,))
 
 
@@ -133,7 +133,7 @@ def test_sections_must_add_up():
 )
 def test_no_other_axis_cuts_the_dim(others):
     with pytest.raises(
-        ValueError, match=r"dim 0 is cut section by section.*'dp', 'tp'"
+        ValueError, match=r"only Shard can shard dim 0 on several axes.*'dp', 'tp'"
     ):
         GRID(others).bind(2)
 
@@ -141,7 +141,7 @@ def test_no_other_axis_cuts_the_dim(others):
 def test_other_axes_cut_other_dims():
     layout = GRID([Shard(0), qkv(1)]).bind(2)
     assert layout.local_shape((6, 32), (1, 2)) == (3, 8)
-    inside, shape = layout.within_pieces((6, 32), (1, 2))
+    inside, shape = layout.within_spans((6, 32), (1, 2))
     assert inside is GRID([Shard(0), R]).bind(2)
     assert shape == (6, 8)
 
@@ -152,12 +152,12 @@ def test_other_axes_cut_other_dims():
         ([R], [qkv()], ["slice"]),
         ([qkv()], [R], ["all_gather"]),
         ([qkv()], [qkv()], []),
-        ([qkv()], [Shard(0)], ["all_gather", "slice"]),
-        ([Shard(0)], [qkv()], ["all_gather", "slice"]),
-        ([Shard(1)], [qkv()], ["all_gather", "slice"]),
+        ([qkv()], [Shard(0)], ["exchange"]),
+        ([Shard(0)], [qkv()], ["exchange"]),
+        ([Shard(1)], [qkv()], ["exchange"]),
         ([P], [qkv()], ["all_reduce", "slice"]),
         ([qkv()], [P], ["all_gather", "part"]),
-        ([qkv()], [FusedShard(0, (8, 24))], ["all_gather", "slice"]),
+        ([qkv()], [FusedShard(0, (8, 24))], ["exchange"]),
     ],
 )
 def test_plans_on_one_axis(source, target, expected):
@@ -173,7 +173,7 @@ def test_plans_on_one_axis(source, target, expected):
         ([P, qkv()], [Shard(1), qkv()], ["reduce_scatter"]),
         ([Shard(1), qkv()], [R, qkv()], ["all_gather"]),
         ([R, qkv()], [Shard(1), qkv()], ["slice"]),
-        ([Shard(1), qkv()], [R, R], ["all_gather", "all_gather"]),
+        ([Shard(1), qkv()], [R, R], ["exchange"]),
         ([Shard(2), qkv()], [Shard(1), qkv()], ["all_to_all"]),
         ([P, R], [R, qkv()], None),
     ],
