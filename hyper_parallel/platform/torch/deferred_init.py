@@ -16,8 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -104,13 +103,11 @@ class DeferredInit(Platform):
 # --- the context
 
 
-@dataclass(eq=False)
 class _Target:
-    device: torch.device
-    include_buffers: bool
-    placed: WeakTensorKeyDictionary = field(
-        default_factory=WeakTensorKeyDictionary
-    )  # a tied tensor moves once
+    def __init__(self, device: torch.device, include_buffers: bool) -> None:
+        self.device = device
+        self.include_buffers = include_buffers
+        self.placed = WeakTensorKeyDictionary()  # a tied tensor moves once
 
     def on_parameter(self, _module: nn.Module, _name: str, tensor: Any) -> Any:
         # Hooks are global to the process: this one serves its own thread, while it is the innermost context there.
@@ -251,8 +248,7 @@ def _initialiser(frame: Any) -> tuple[Any, dict[str, Any]] | None:
 # --- modules
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A place in a module that holds a parameter or a buffer without data."""
 
     owner: nn.Module
