@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.platform import PlatformType
-from hyper_parallel.platform.torch import comparison, masked, module_hooks  # noqa: F401 - take their places in torch
+from hyper_parallel.platform.torch import patches
 from hyper_parallel.platform.torch.deferred_init import DeferredInit
 from hyper_parallel.platform.torch.differentiable import Differentiable
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
@@ -17,6 +17,8 @@ from hyper_parallel.platform.torch.interop import Interop
 from hyper_parallel.platform.torch.modules import Modules
 from hyper_parallel.platform.torch.recompute import Recompute
 from hyper_parallel.platform.torch.training import Training
+
+patches.install()
 
 
 class TorchPlatform(
