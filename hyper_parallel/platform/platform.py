@@ -19,6 +19,7 @@ from hyper_parallel.platform.contract.autograd import Autograd
 from hyper_parallel.platform.contract.collectives import (
     HYPER_PARALLEL_CHECK,
     REDUCE_OPS,
+    P2POp,
     Traffic,
 )
 from hyper_parallel.platform.contract.devices import Devices
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointPolicy",
     "NativeMesh",
     "NativeTensor",
+    "P2POp",
     "Platform",
     "PlatformType",
     "Projection",

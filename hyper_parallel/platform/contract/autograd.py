@@ -9,20 +9,20 @@ Example::
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hyper_parallel.platform.contract import PlatformType
+from hyper_parallel.platform.contract.tensors import Tensors
 from hyper_parallel.platform.error_codes import coded
 
 
-class Autograd(ABC):
+class Autograd(Tensors):
     """Recording, running backward, and the gradients of leaves."""
 
     Function: type[Any]
-    platform_type: PlatformType
 
     @abstractmethod
     def requires_grad(self, tensor: Any) -> bool:
@@ -51,6 +51,79 @@ class Autograd(ABC):
     def replayed_views(self) -> AbstractContextManager[Any]:
         """Records views of empty tensors with the same graph as views of non-empty ones, within a context."""
         return nullcontext()
+
+    @abstractmethod
+    def tape(self) -> AbstractContextManager[Any]:
+        """Records operations within a context, so that ``backward`` can start from their results.
+
+        PyTorch records by default. MindSpore records within ``value_and_grad`` and within this context only.
+        """
+
+    def backward(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any] | None = None,
+        *,
+        keep_graph: bool = False,
+    ) -> None:
+        """Runs backward from several outputs with the given gradients and accumulates into the leaves.
+
+        A gradient may be None for an output with one element. ``keep_graph``: the same outputs may be used again.
+        """
+        given = [None] * len(outputs) if gradients is None else list(gradients)
+        if not outputs or len(given) != len(outputs):
+            raise coded(
+                ValueError,
+                "HP145",
+                f"backward: {len(outputs)} outputs need as many gradients, got {len(given)}",
+            )
+        roots = []
+        for index, (output, gradient) in enumerate(zip(outputs, given, strict=True)):
+            self._check_root(f"outputs[{index}]", output, gradient)
+            roots.append(self._root(output, gradient))
+        tensors, seeds = zip(*roots, strict=True)
+        self._run_backward(tensors, seeds, keep_graph)
+
+    def _check_root(self, name: str, output: Any, gradient: Any) -> None:
+        if not self.is_tensor(output) or not self.requires_grad(output):
+            raise coded(
+                ValueError,
+                "HP145",
+                f"backward: {name} was not recorded; compute it within platform.tape(), from a tensor that requires "
+                "a gradient",
+            )
+        shape = tuple(output.shape)
+        if gradient is None and math.prod(shape) != 1:
+            raise coded(
+                ValueError,
+                "HP145",
+                f"backward: {name} of shape {shape} has more than one element and needs a gradient",
+            )
+        if gradient is not None and tuple(gradient.shape) != shape:
+            raise coded(
+                ValueError,
+                "HP145",
+                f"backward: the gradient of {name} has shape {tuple(gradient.shape)}, not {shape}",
+            )
+
+    def _root(self, output: Any, gradient: Any) -> tuple[Any, Any]:
+        """Returns the plain tensor that backward starts from, and its gradient."""
+        if isinstance(output, self.DTensorBase):
+            root: tuple[Any, Any] = output.current()._seed(gradient)
+            return root
+        return output, self.full_like(output, 1) if gradient is None else gradient
+
+    @abstractmethod
+    def _run_backward(
+        self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
+    ) -> None:
+        """Runs backward from plain tensors."""
+
+    @abstractmethod
+    def saved_tensors(
+        self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> AbstractContextManager[Any]:
+        """Passes tensors that autograd saves within a context through ``pack``, and through ``unpack`` in backward."""
 
     @abstractmethod
     def gradients(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hyper_parallel.platform.contract.ranks import Ranks
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.order import (
     ALL,
     HYPER_PARALLEL_CHECK_ORDER,
@@ -33,6 +34,16 @@ class Traffic(NamedTuple):
     ranks: tuple[int, ...]
     nbytes: int
     backward: bool
+
+
+class P2POp(NamedTuple):
+    """A point-to-point operation: ``kind`` is "send" or "recv", ``peer`` a global rank."""
+
+    kind: str
+    tensor: Any
+    peer: int
+    group: Any = None
+    tag: int = 0
 
 
 class Collectives(Ranks):
@@ -99,6 +110,26 @@ class Collectives(Ranks):
         self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
     ) -> Any:
         """Starts receiving into ``tensor`` from global rank ``src`` (any rank if None); returns a handle."""
+
+    def batch_p2p(self, ops: Sequence[P2POp]) -> list[Any]:
+        """Starts sends and receives together and returns handles, all of which must be waited for.
+
+        Ranks may list their operations in any order: no send waits for a receive of the same batch.
+        """
+        for op in ops:
+            if op.kind not in ("send", "recv"):
+                raise coded(
+                    ValueError,
+                    "HP139",
+                    f"batch_p2p: kind must be 'send' or 'recv', got {op.kind!r}",
+                )
+        return self._start_p2p(ops)
+
+    def _start_p2p(self, ops: Sequence[P2POp]) -> list[Any]:
+        """Starts the sends first: a receive may block a backend that works in order."""
+        sends = [self.isend(*op[1:]) for op in ops if op.kind == "send"]
+        receives = [self.irecv(*op[1:]) for op in ops if op.kind == "recv"]
+        return [*sends, *receives]
 
     @abstractmethod
     def p2p_exchange(self, tensor: Any, peer_rank: int, group: Any = None) -> Any:

@@ -9,6 +9,7 @@ Example::
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 
 from hyper_parallel.platform import containers
 from hyper_parallel.platform.contract import PlatformType
+from hyper_parallel.platform.error_codes import coded
+
+# In the order in which a dtype's name is searched for them: "uint8" contains "int".
+_DTYPE_KINDS = ("bool", "complex", "float", "uint", "int")
 
 
 class Called(NamedTuple):
@@ -71,6 +76,10 @@ class Tensors(ABC):
     @abstractmethod
     def is_floating_point(self, tensor: Any) -> bool:
         """Returns whether the tensor has a floating-point dtype."""
+
+    def dtype_kind(self, dtype: Any) -> str:
+        """Returns the kind of a dtype: "bool", "int", "uint", "float" or "complex"."""
+        return _dtype_kind(str(dtype))
 
     @abstractmethod
     def get_element_size(self, tensor: Any) -> int:
@@ -190,3 +199,12 @@ class Tensors(ABC):
         return containers.tree_map(
             lambda leaf: fn(leaf) if self.is_tensor(leaf) else leaf, container
         )
+
+
+@functools.cache
+def _dtype_kind(name: str) -> str:
+    name = name.rpartition(".")[2].lower()
+    for kind in _DTYPE_KINDS:
+        if kind in name:
+            return kind
+    raise coded(ValueError, "HP138", f"dtype_kind: {name!r} is not a dtype of numbers")

@@ -7,8 +7,8 @@ Where the tape runs backward, a leaf's gradient is its ``_grad``; ``value_and_gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import mindspore
@@ -29,6 +29,28 @@ class Gradients(Platform):
     def recording(self, on: bool) -> Any:
         """There is no way to record inside ``no_grad()``: it is as outside."""
         return nullcontext() if on else self.no_grad()
+
+    @contextmanager
+    def tape(self) -> Iterator[None]:
+        executor = private.executor()
+        was_on = executor.grad_flag()
+        executor.set_grad_flag(True)
+        try:
+            yield
+        finally:
+            executor.set_grad_flag(was_on)
+
+    def _run_backward(
+        self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
+    ) -> None:
+        private.run_backward()(
+            tuple(tensors), tuple(gradients), keep_graph, False, (), True
+        )
+
+    def saved_tensors(
+        self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> AbstractContextManager[Any]:
+        return mindspore.saved_tensors_hooks(pack, unpack)
 
     def gradients(
         self, function: Callable[..., Any], inputs: Sequence[Any]

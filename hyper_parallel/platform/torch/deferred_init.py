@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -248,13 +248,16 @@ def _initialiser(frame: Any) -> tuple[Any, dict[str, Any]] | None:
 # --- modules
 
 
-class _Slot(NamedTuple):
+class _Slot:
     """A place in a module that holds a parameter or a buffer without data."""
 
-    owner: nn.Module
-    path: str
-    name: str
-    tensor: torch.Tensor
+    def __init__(
+        self, owner: nn.Module, path: str, name: str, tensor: torch.Tensor
+    ) -> None:
+        self.owner = owner
+        self.path = path
+        self.name = name
+        self.tensor = tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         setattr(

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,19 @@ from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 
 class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
+
+    def tape(self) -> AbstractContextManager[Any]:
+        return torch.enable_grad()
+
+    def _run_backward(
+        self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
+    ) -> None:
+        torch.autograd.backward(list(tensors), list(gradients), keep_graph)
+
+    def saved_tensors(
+        self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def accumulates_gradient(self, leaf: Any) -> bool:
         if (

@@ -7,8 +7,8 @@ whole tensors, so all ranks must call it together. With plain tensors both are t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch.masked
@@ -32,11 +32,12 @@ def _whole(value: Any) -> Any:
 
 def masked_functions() -> dict[str, Callable[..., Any]]:
     """Returns the functions of torch.masked that read ``tensor.layout``, by name."""
-    functions = {name: getattr(torch.masked, name) for name in torch.masked.__all__}
+    public = vars(torch.masked)
     return {
-        name: function
-        for name, function in functions.items()
-        if inspect.isfunction(function) and function.__module__ == "torch.masked._ops"
+        name: public[name]
+        for name in torch.masked.__all__
+        if isinstance(public[name], FunctionType)
+        and public[name].__module__ == "torch.masked._ops"
     }
 
 
