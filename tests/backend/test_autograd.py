@@ -125,3 +125,12 @@ def test_the_kind_of_a_dtype(platform, name, kind):
 def test_what_is_no_dtype_has_no_kind(platform):
     with pytest.raises(ValueError, match="dtype_kind: .*HP138"):
         platform.dtype_kind("string")
+
+
+def test_the_gradient_of_a_leaf(platform):
+    x = frame.leaf([1.0, 2.0])
+    assert platform.gradient_of(x) is None
+    with platform.tape():
+        out = x * 3.0
+    platform.backward([out], [tensor([1.0, 2.0])])
+    assert platform.gradient_of(x).tolist() == [3.0, 6.0]

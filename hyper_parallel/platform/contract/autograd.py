@@ -156,6 +156,10 @@ class Autograd(Tensors):
         """Returns whether the running backward only accumulates into the leaf's gradient, unseen by any hook."""
 
     @abstractmethod
+    def gradient_of(self, leaf: Any) -> Any:
+        """Returns the gradient that backward has accumulated into a leaf, or None."""
+
+    @abstractmethod
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
         """Adds to the gradient of a leaf; ``gradient`` itself may become the leaf's gradient."""
 

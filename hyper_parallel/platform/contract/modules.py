@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Platform
 
 
 class Projection(NamedTuple):
@@ -117,7 +120,6 @@ class Modules(ABC):
     ) -> dict[str, Any]:
         """Returns the model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
 
-    @abstractmethod
     def clip_grad_norm_(
         self,
         parameters: Any,
@@ -126,7 +128,46 @@ class Modules(ABC):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
-        """Scales gradients down to ``max_norm`` in place and returns the total norm before scaling."""
+        """Scales gradients down to ``max_norm`` in place and returns the total norm before scaling, a plain tensor.
+
+        ``parameters``: a module, a tensor, or an iterable of tensors or of pairs (parameter, gradient). The norm is
+        that of one device, computed in float32 or wider: sharded parameters count whole, on whatever meshes they are,
+        and replicated or plain ones once. Every rank passes its parameters in the same order. What a rank does not
+        hold it does not count: pipeline stages on meshes of their own get a norm each.
+        """
+        from hyper_parallel.platform.clipping import clip_grad_norm
+
+        platform = cast("Platform", self)
+        return clip_grad_norm(
+            platform, parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+
+    @abstractmethod
+    def _gradient_norm(
+        self,
+        gradients: Sequence[Any],
+        parameters: Sequence[Any],
+        norm_type: float,
+        foreach: bool | None,
+    ) -> Any:
+        """Returns the norm of all elements, 0 without any; the parameters decide the dtype, so that ranks agree."""
+
+    @abstractmethod
+    def _norm_of_norms(self, norms: Sequence[Any], norm_type: float) -> Any:
+        """Returns the norm of the elements of 1-dimensional tensors, 0 without any."""
+
+    @abstractmethod
+    def _scale_gradients(
+        self,
+        gradients: Sequence[Any],
+        max_norm: float,
+        total: Any,
+        foreach: bool | None,
+    ) -> None:
+        """Scales gradients by max_norm / total in place if that is less than 1."""
+
+    def _check_clippable(self, param: Any) -> None:  # noqa: B027 - a framework may have nothing to check
+        """Raises if a tensor without a gradient cannot be meant as a parameter."""
 
     @abstractmethod
     def prepare_module(self, module: Any, dtype: str) -> Any:
