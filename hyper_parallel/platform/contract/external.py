@@ -11,6 +11,7 @@ import enum
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hyper_parallel.platform.contract.tensors import Tensors
@@ -138,9 +139,19 @@ class External(Tensors):
     def get_cell_construct(self, cell: Any) -> Callable[..., Any]:
         """Returns the module's own computation without hooks: forward or construct."""
 
-    @abstractmethod
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         """Returns a parameter that holds this rank's shard of ``param`` as a DTensor of that layout."""
+        from hyper_parallel.platform.parameters import shard_parameter
+
+        return shard_parameter(cast("Platform", self), param, layout)
+
+    @abstractmethod
+    def _shard_of(self, param: Any, layout: Any) -> Any:
+        """Returns this rank's shard of a plain parameter, in memory of its own."""
+
+    @abstractmethod
+    def _parameter_of(self, tensor: Any, like: Any) -> Any:
+        """Returns a parameter of this tensor with the name and requires_grad of another."""
 
     @abstractmethod
     def get_param_local_shape(self, param: Any) -> Any:
@@ -166,17 +177,33 @@ class External(Tensors):
     ) -> Any:
         """Registers ``hook(module, grad_output)`` to run before the module's backward; returns a handle."""
 
-    @abstractmethod
+    _checkpoint_formats: tuple[str, ...] = ("safetensors",)
+
     def save_checkpoint(
         self, cell: Any, file_path: Any, ckpt_format: str = "safetensors"
     ) -> None:
         """Writes a module or a dict of tensors atomically to one file."""
+        from hyper_parallel.platform.parameters import save_file
 
-    @abstractmethod
+        save_file(cast("Platform", self), cell, file_path, ckpt_format)
+
     def load_checkpoint(
         self, file_path: Any, ckpt_format: str = "safetensors"
     ) -> dict[str, Any]:
         """Returns the tensors of a file by name; never unpickles code."""
+        from hyper_parallel.platform.parameters import load_file
+
+        return load_file(cast("Platform", self), file_path, ckpt_format)
+
+    @abstractmethod
+    def _write_checkpoint(
+        self, state: Mapping[str, Any], path: Path, ckpt_format: str
+    ) -> None:
+        """Writes this rank's part of the tensors to a file."""
+
+    @abstractmethod
+    def _read_checkpoint(self, path: Path, ckpt_format: str) -> dict[str, Any]:
+        """Reads the tensors of a file; raises SafetensorError if a safetensors file is damaged."""
 
     def micro_batch(
         self,

@@ -71,9 +71,11 @@ class Modules(ABC):
     def update_param_data(self, param: Any, data: Any) -> None:
         """Makes ``data``, of any shape, the parameter's data; the parameter stays the same object."""
 
-    @abstractmethod
     def load_into_param(self, param: Any, data: Any) -> None:
         """Copies full, local or distributed data into the parameter in place; raises if the shape fits none."""
+        from hyper_parallel.platform.parameters import load_into
+
+        load_into(cast("Platform", self), param, data)
 
     @abstractmethod
     def init_parameters(self, module: Any, stage_index: int) -> None:
@@ -114,11 +116,21 @@ class Modules(ABC):
         ``always_call``: also run it if forward raised.
         """
 
-    @abstractmethod
     def get_model_state_dict(
         self, model: Any, *, options: Any = None
     ) -> dict[str, Any]:
         """Returns the model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
+        from hyper_parallel.platform.parameters import model_state_dict
+
+        return model_state_dict(cast("Platform", self), model, options)
+
+    @abstractmethod
+    def _frozen_names(self, model: Any) -> set[str]:
+        """Returns the names in the state dict of parameters that require no gradient."""
+
+    @abstractmethod
+    def _to_host(self, tensor: Any) -> Any:
+        """Returns the tensor, distributed if it was, in host memory."""
 
     def clip_grad_norm_(
         self,

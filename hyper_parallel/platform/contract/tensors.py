@@ -69,6 +69,10 @@ class Tensors(ABC):
     def is_tensor(self, obj: Any) -> bool:
         """Returns whether ``obj`` is a tensor of this framework."""
 
+    def _local(self, tensor: Any) -> Any:
+        """Returns the plain tensor on this rank."""
+        return tensor.to_local() if isinstance(tensor, self.DTensorBase) else tensor
+
     @abstractmethod
     def is_dense(self, tensor: Any) -> bool:
         """Returns whether the tensor stores each of its elements, unlike a sparse one."""
