@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-_OURS = str(Path(__file__).resolve().parents[1]) + "/"
+_OURS = str(Path(__file__).parents[1]) + "/"
 _FRAMEWORKS = ("torch", "mindspore")
 
 

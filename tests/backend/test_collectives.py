@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel import CommunicationError, get_platform
+from hyper_parallel.platform.platform import P2POp
 from hyper_parallel.testing import on_ranks
 
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
@@ -283,6 +284,41 @@ def test_tags_keep_messages_apart():
             buffer = frame.tensor([0.0])
             platform.irecv(buffer, 0, tag=tag).wait()
             assert frame.array(buffer).item() == tag
+
+
+@on_ranks(4)
+def test_a_batch_of_sends_and_receives():
+    """Receives come first in every list: a backend that waited for them in order would deadlock."""
+    platform = get_platform()
+    rank = platform.get_rank()
+    after, before = (rank + 1) % 4, (rank - 1) % 4
+    buffers = [frame.tensor(np.zeros(3)) for _ in range(2)]
+    works = platform.batch_p2p(
+        [
+            P2POp("recv", buffers[0], before),
+            P2POp("recv", buffers[1], after, tag=1),
+            P2POp("send", frame.tensor(np.full(3, float(rank))), before, tag=1),
+            P2POp("send", frame.tensor(np.full(3, 10.0 * rank)), after),
+        ]
+    )
+    for work in works:
+        work.wait()
+    assert frame.array(buffers[0]).tolist() == [10.0 * before] * 3
+    assert frame.array(buffers[1]).tolist() == [float(after)] * 3
+    pair = platform.create_group([rank % 2, rank % 2 + 2])
+    peer = (rank + 2) % 4
+    [send, receive] = platform.batch_p2p(
+        [
+            P2POp("recv", buffers[0], peer, pair),
+            P2POp("send", buffers[1] * 0.0 + rank, peer, pair),
+        ]
+    )
+    send.wait()
+    receive.wait()
+    assert frame.array(buffers[0]).tolist() == [float(peer)] * 3
+    assert platform.batch_p2p([]) == []
+    with pytest.raises(ValueError, match="batch_p2p: kind must be .*HP139"):
+        platform.batch_p2p([P2POp("receive", buffers[0], before)])
 
 
 @on_ranks(4)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules, parameters, hooks, state dicts and single-file checkpoints."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -344,9 +343,7 @@ def test_a_failed_save_leaves_the_old_file(platform, tmp_path, monkeypatch):
         temporary.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(
-        sys.modules[platform.save_checkpoint.__func__.__module__], "_write", fail
-    )
+    monkeypatch.setattr(platform, "_write_checkpoint", fail)
     with pytest.raises(OSError, match="disk full"):
         platform.save_checkpoint({"x": frame.tensor([0.0])}, path)
     assert values(platform.load_checkpoint(path)["x"]) == [1]

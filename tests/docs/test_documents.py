@@ -136,7 +136,7 @@ def test_signatures_of_the_contract_are_whole():
     from hyper_parallel.platform.torch import TorchPlatform
 
     assert not TorchPlatform.__abstractmethods__
-    for name in platform_table.contract_methods(platform_table.CONTRACT.read_text()):
+    for name in platform_table.contract_methods(platform_table.CONTRACT):
         promised, real = (
             inspect.getattr_static(owner, name) for owner in (Platform, TorchPlatform)
         )

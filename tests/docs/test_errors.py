@@ -80,9 +80,10 @@ LAYERS = {
 
 # Public interfaces: every error that is raised there has a code, but for the modules named below.
 PUBLIC = (
-    "platform.agreement", "platform.checks", "platform.errors", "platform.micro_batch", "platform.order",
-    "platform.platform", "platform.shared_files", "platform.shared_memory", "platform.torch.collectives",
-    "platform.torch.groups", "platform.mindspore.collectives", "platform.mindspore.groups", "core.dtensor",
+    "platform.agreement", "platform.checks", "platform.contract", "platform.errors", "platform.micro_batch",
+    "platform.order", "platform.platform", "platform.shared_files", "platform.shared_memory",
+    "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
+    "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.tensor_parallel",
     "core.distributed_checkpoint", "testing", "recipe", "verification",
 )  # fmt: skip

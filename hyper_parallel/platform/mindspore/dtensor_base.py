@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, mint
 
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import changes, private
 from hyper_parallel.platform.mindspore.operators import function, operation
 from hyper_parallel.platform.mindspore.rewritten import rewritten
@@ -198,6 +199,22 @@ class DTensorBase(Tensor):
 
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
+
+    def _seed(self, gradient: Any) -> tuple[Any, Any]:
+        """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
+        waits = any(op not in (None, "sum") for op in self._layout.partial)
+        target = self.reduce_partial() if waits else self
+        if gradient is None:
+            return target._local, mint.ones_like(target._local)
+        if isinstance(gradient, DTensorBase):
+            return target._local, target.gradient_of_shard(gradient)
+        if gradient.ndim:
+            raise coded(
+                TypeError,
+                "HP227",
+                f"backward: expected a gradient that lies as {self._layout}, got a plain tensor",
+            )
+        return target._local, gradient
 
     def current(self) -> DTensorBase:
         """The tensor itself: MindSpore counts no changes, so copies of others do not follow them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients as a whole: what backward does with leaves, and clipping by the total norm.
+"""Gradients on MindSpore: running backward, what it does with leaves, and the norms that clipping needs.
 
 Where the tape runs backward, a leaf's gradient is its ``_grad``; ``value_and_grad`` returns gradients instead.
 """
@@ -7,16 +7,15 @@ Where the tape runs backward, a leaf's gradient is its ``_grad``; ``value_and_gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import mindspore
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import empty, guarded, private
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.platform import Platform
 
 
@@ -29,6 +28,28 @@ class Gradients(Platform):
     def recording(self, on: bool) -> Any:
         """There is no way to record inside ``no_grad()``: it is as outside."""
         return nullcontext() if on else self.no_grad()
+
+    @contextmanager
+    def tape(self) -> Iterator[None]:
+        executor = private.executor()
+        was_on = executor.grad_flag()
+        executor.set_grad_flag(True)
+        try:
+            yield
+        finally:
+            executor.set_grad_flag(was_on)
+
+    def _run_backward(
+        self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
+    ) -> None:
+        private.run_backward()(
+            tuple(tensors), tuple(gradients), keep_graph, False, (), True
+        )
+
+    def saved_tensors(
+        self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
+    ) -> AbstractContextManager[Any]:
+        return mindspore.saved_tensors_hooks(pack, unpack)
 
     def gradients(
         self, function: Callable[..., Any], inputs: Sequence[Any]
@@ -92,154 +113,42 @@ class Gradients(Platform):
     def after_backward(self, call: Callable[[], None]) -> None:
         private.executor().queue_backward_final_callback(call)
 
-    def clip_grad_norm_(
+    def gradient_of(self, leaf: Any) -> Any:
+        return leaf._grad
+
+    def _gradient_norm(
         self,
-        parameters: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,  # noqa: ARG002 - there is one way
+        gradients: Sequence[Any],
+        parameters: Sequence[Any],
+        norm_type: float,
+        foreach: bool | None,  # noqa: ARG002 - there is one way
     ) -> Any:
-        """Scales gradients down to ``max_norm`` in place and returns the total norm before that.
+        return _norm_of(gradients, norm_type, _widest(parameters))
 
-        Gradients that ``value_and_grad`` returned come with their parameters, which say how they lie on the mesh:
-        ``clip_grad_norm_(zip(parameters, gradients), max_norm)``.
-        """
-        max_norm, norm_type = float(max_norm), float(norm_type)
-        if math.isnan(max_norm) or max_norm < 0:
-            raise coded(
-                ValueError,
-                "HP135",
-                f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}",
-            )
-        if math.isnan(norm_type) or norm_type <= 0:
-            raise coded(
-                ValueError,
-                "HP135",
-                f"clip_grad_norm_: norm_type must be positive or inf, got {norm_type}",
-            )
-        # A parameter without a gradient takes part as well: another rank may have one for its shard.
-        spread: dict[tuple[int, ...], list[_Held]] = {}
-        for held in _all_held(parameters):
-            if held.grad is not None or private.requires_grad(held.param):
-                spread.setdefault(held.ranks, []).append(held)
-        norms = {ranks: _norm(pieces, norm_type) for ranks, pieces in spread.items()}
-        # Sorted by ranks, so that groups with common members never wait for each other.
-        for ranks in sorted(ranks for ranks in norms if ranks):
-            gathered = self.all_gather_into_tensor(
-                norms[ranks].reshape(1), self.create_group(ranks)
-            )
-            norms[ranks] = _norm_of([gathered], norm_type, gathered.dtype)
-        total = _norm_of(
-            [norm.reshape(1) for norm in norms.values()],
-            norm_type,
-            _widest(norms.values()),
-        )
-        if error_if_nonfinite and not math.isfinite(total.item()):
-            raise coded(
-                RuntimeError,
-                "HP135",
-                f"clip_grad_norm_: the norm of order {norm_type} is non-finite ({total.item()}), so the gradients "
-                "cannot be clipped by it; with error_if_nonfinite=False they are scaled nevertheless",
-            )
+    def _norm_of_norms(self, norms: Sequence[Any], norm_type: float) -> Any:
+        return _norm_of(norms, norm_type, _widest(norms))
+
+    def _scale_gradients(
+        self,
+        gradients: Sequence[Any],
+        max_norm: float,
+        total: Any,
+        foreach: bool | None,  # noqa: ARG002 - there is one way
+    ) -> None:
         factor = mint.clamp(max_norm / (total + 1e-6), max=1.0)
-        gradients = [
-            held.grad
-            for pieces in spread.values()
-            for held in pieces
-            if held.grad is not None
-        ]
         # Two parameters may have got one and the same gradient, which must not be scaled twice.
-        for gradient in {
-            self.memory_key(gradient): gradient for gradient in gradients
-        }.values():
+        distinct = {self.memory_key(gradient): gradient for gradient in gradients}
+        for gradient in distinct.values():
             self.copy_into(gradient, gradient * factor.astype(gradient.dtype))
-        return total
 
-
-class _Held(NamedTuple):
-    """What this rank has of a parameter and its gradient, and the ranks that together have all of the gradient."""
-
-    param: Any
-    grad: Any
-    ranks: tuple[int, ...]  # none if each has all of it
-
-
-def _all_held(parameters: Any) -> list[_Held]:
-    """What is meant by a module, a tensor or an iterable of tensors or of (tensor, its gradient), each tensor once."""
-    if isinstance(parameters, nn.Cell):
-        found: Iterable[Any] = parameters.get_parameters()
-    else:
-        found = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique: dict[int, _Held] = {}
-    for item in found:
-        held = (
-            _held(*item)
-            if isinstance(item, tuple) and len(item) == 2
-            else _held(item, None)
-        )
-        unique.setdefault(id(held.param), held)
-    return list(unique.values())
-
-
-def _held(param: Any, grad: Any) -> _Held:
-    for value in (param, *(() if grad is None else (grad,))):
-        if not isinstance(value, Tensor):
+    def _check_clippable(self, param: Any) -> None:
+        if not isinstance(param, Parameter) and not private.requires_grad(param):
             raise coded(
-                TypeError,
+                ValueError,
                 "HP135",
-                "clip_grad_norm_: expected a module, a tensor, or an iterable of tensors or of pairs (parameter, "
-                f"gradient), found {type(value).__name__} in it",
+                f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
+                "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
             )
-    grad = param._grad if grad is None else grad
-    if (
-        grad is None
-        and not isinstance(param, Parameter)
-        and not private.requires_grad(param)
-    ):
-        raise coded(
-            ValueError,
-            "HP135",
-            f"clip_grad_norm_: a tensor of shape {tuple(param.shape)} is no parameter and gets no gradient; for "
-            "gradients themselves, say to which parameters they belong: zip(parameters, gradients)",
-        )
-    layout = next(
-        (tensor.layout for tensor in (grad, param) if isinstance(tensor, DTensorBase)),
-        None,
-    )
-    local, own = (
-        x.to_local() if isinstance(x, DTensorBase) else x for x in (grad, param)
-    )
-    if isinstance(grad, DTensorBase) and grad.layout.is_partial():
-        raise coded(
-            ValueError,
-            "HP135",
-            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(param.shape)} waits for a reduction, "
-            f"{layout}; a norm needs the values: call reduce_partial() on it first",
-        )
-    if (
-        local is not None
-        and not isinstance(grad, DTensorBase)
-        and local.shape != own.shape
-    ):
-        raise coded(
-            ValueError,
-            "HP135",
-            f"clip_grad_norm_: a gradient of shape {tuple(local.shape)} is not that of a parameter of which this "
-            f"rank has {tuple(own.shape)}",
-        )
-    ranks = (
-        ()
-        if layout is None
-        else layout.mesh.ranks_along(axis for axes in layout.dim_axes for axis in axes)
-    )
-    return _Held(param, local, tuple(ranks) if len(ranks) > 1 else ())
-
-
-def _norm(pieces: Sequence[_Held], norm_type: float) -> Any:
-    """The norm of what this rank has; the parameters tell the dtype, so that the ranks agree on it."""
-    gradients = [held.grad for held in pieces if held.grad is not None]
-    return _norm_of(gradients, norm_type, _widest(held.param for held in pieces))
 
 
 def _widest(tensors: Iterable[Any]) -> Any:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Parameter, mint, nn
 
@@ -92,33 +89,16 @@ class Modules(Tensors):
             deferred.remember(new, draw)
         return new
 
-    def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
-        if isinstance(param, self.DTensorBase):
-            raise coded(
-                ValueError,
-                "HP132",
-                f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
-            )
-        if layout.is_partial():
-            raise coded(
-                ValueError,
-                "HP132",
-                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
-            )
-        shape = tuple(param.shape)
-        if self.is_meta(param):
-            local = layout.local_shape(shape)
-            shard = deferred.derived(
-                param, local, lambda whole: self.clone(layout.part_of(whole))
-            )
-        else:
-            shard = self.clone(layout.part_of(self.detach(param)))
-        return Parameter(
-            layout.tensor(shard, shape),
-            name=param.name,
-            requires_grad=param.requires_grad,
+    def _shard_of(self, param: Any, layout: Any) -> Any:
+        if not self.is_meta(param):
+            return self.clone(layout.part_of(self.detach(param)))
+        local = layout.local_shape(tuple(param.shape))
+        return deferred.derived(
+            param, local, lambda whole: self.clone(layout.part_of(whole))
         )
+
+    def _parameter_of(self, tensor: Any, like: Any) -> Any:
+        return Parameter(tensor, name=like.name, requires_grad=like.requires_grad)
 
     def get_param_local_shape(self, param: Any) -> Any:
         return self._local(param).shape
@@ -135,54 +115,6 @@ class Modules(Tensors):
             param.set_data(local)  # both views of the shard
         else:
             param.data = local
-
-    def load_into_param(self, param: Any, data: Any) -> None:
-        target = self._local(param)
-        if self.is_meta(target):
-            raise coded(
-                ValueError,
-                "HP132",
-                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
-                "hold data; call init_parameters(module, stage_index) first",
-            )
-        self.copy_into(target, self.detach(self._fitting(param, data)))
-
-    def _fitting(self, param: Any, data: Any) -> Any:
-        """What of the data belongs into this rank's shard; moves distributed data if it lies otherwise."""
-        is_distributed = isinstance(param, self.DTensorBase)
-        if isinstance(data, self.DTensorBase):
-            fits = [tuple(param.shape)]
-            if (
-                tuple(data.shape) == fits[0]
-                and is_distributed
-                and data.layout.mesh == param.layout.mesh
-            ):
-                return self._local(self.detach(data).redistribute(None, param.layout))
-            source = (
-                self.detach(data).full_tensor()
-                if tuple(data.shape) == fits[0]
-                else data
-            )
-        else:
-            fits = [
-                tuple(self._local(param).shape),
-                *([tuple(param.shape)] if is_distributed else []),
-            ]
-            source = data if self.is_tensor(data) else mindspore.Tensor(data)
-        if tuple(source.shape) not in fits:
-            wanted = (
-                f"fits neither of {fits}"
-                if len(fits) > 1
-                else f"does not fit {fits[0]}"
-            )
-            raise coded(
-                ValueError,
-                "HP132",
-                f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
-            )
-        if tuple(source.shape) == tuple(self._local(param).shape):
-            return source
-        return param.layout.part_of(source)
 
     def is_linear_module(self, module: Any) -> bool:
         return isinstance(module, _LINEAR)
@@ -258,35 +190,16 @@ class Modules(Tensors):
         _refuse_prepending("register_full_backward_pre_hook", prepend)
         return module.register_backward_pre_hook(hook)
 
-    def get_model_state_dict(
-        self, model: Any, *, options: Any = None
-    ) -> dict[str, Any]:
-        full = getattr(options, "full_state_dict", False)
-        offload = getattr(options, "cpu_offload", False)
-        state = dict(model.state_dict())
-        if getattr(options, "ignore_frozen_params", False):
-            state = {
-                name: value
-                for name, value in state.items()
-                if not isinstance(value, Parameter) or value.requires_grad
-            }
-        if full:
-            state = {name: self._whole(value) for name, value in state.items()}
-        if offload:
-            # As in torch: the whole state in host memory is wanted once, not once a rank.
-            state = (
-                {}
-                if full and self.get_rank()
-                else {n: self._to_host(value) for n, value in state.items()}
-            )
-        return state
+    def _frozen_names(self, model: Any) -> set[str]:
+        return {
+            name
+            for name, value in model.state_dict().items()
+            if isinstance(value, Parameter) and not value.requires_grad
+        }
 
-    def _whole(self, value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, self.DTensorBase) else value
-
-    def _to_host(self, value: Any) -> Any:
+    def _to_host(self, tensor: Any) -> Any:
         """Untested on hardware: from an accelerator."""
-        return self._like(value, self.host_tensor) if self.is_tensor(value) else value
+        return self._like(tensor, self.host_tensor)
 
     def optimizer_parts(
         self, optimizer: Any
@@ -294,49 +207,20 @@ class Modules(Tensors):
         """Of optimizers of ``mindspore.experimental.optim`` and ``nn``, whose state always is; others are refused."""
         return optimizers.parts(optimizer, self.load_into_param)
 
-    def save_checkpoint(
-        self, cell: Any, file_path: Any, ckpt_format: str = "safetensors"
+    def _write_checkpoint(
+        self,
+        state: Mapping[str, Any],
+        path: Path,
+        ckpt_format: str,  # noqa: ARG002 - there is one
     ) -> None:
-        _check_format("save_checkpoint", ckpt_format)
-        state = cell.state_dict() if isinstance(cell, nn.Cell) else dict(cell)
-        wrong = sorted(
-            name for name, value in state.items() if not self.is_tensor(value)
-        )
-        if wrong:
-            raise coded(
-                ValueError,
-                "HP134",
-                f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
-            )
         tensors = {name: self.host_tensor(value) for name, value in state.items()}
-        target = Path(file_path)
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as handle:
-            temporary = Path(handle.name)
-        try:
-            _write(self, tensors, temporary)
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write(self, tensors, path)
 
-    def load_checkpoint(
-        self, file_path: Any, ckpt_format: str = "safetensors"
-    ) -> dict[str, Any]:
-        _check_format("load_checkpoint", ckpt_format)
-        from safetensors import SafetensorError, deserialize
+    def _read_checkpoint(self, path: Path, ckpt_format: str) -> dict[str, Any]:  # noqa: ARG002 - there is one
+        from safetensors import deserialize
 
-        try:
-            found = deserialize(Path(file_path).read_bytes())
-        except SafetensorError as error:
-            raise coded(
-                ValueError,
-                "HP134",
-                f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
-            ) from error
-        return {name: self._stored(name, entry, file_path) for name, entry in found}
+        entries = deserialize(path.read_bytes())
+        return {name: self._stored(name, entry, path) for name, entry in entries}
 
     def _stored(self, name: str, entry: dict[str, Any], path: Any) -> Any:
         names = {stored: dtype for dtype, stored in _STORED.items()}
@@ -371,15 +255,6 @@ def _write(platform: Tensors, tensors: dict[str, Any], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(platform.tensor_memory(tensor).tobytes())
-
-
-def _check_format(call: str, ckpt_format: str) -> None:
-    if ckpt_format != "safetensors":
-        raise coded(
-            ValueError,
-            "HP134",
-            f"{call}: ckpt_format must be one of safetensors, got {ckpt_format!r}",
-        )
 
 
 def _refuse_prepending(call: str, prepend: bool) -> None:

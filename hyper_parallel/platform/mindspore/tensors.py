@@ -478,10 +478,6 @@ class Tensors(Platform):
         finally:
             mindspore.profiler.mstx.range_end(mark)
 
-    def _local(self, tensor: Any) -> Any:
-        """The plain tensor on this rank."""
-        return tensor.to_local() if isinstance(tensor, self.DTensorBase) else tensor
-
 
 def tensor(
     data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hyper_parallel.platform.platform import PlatformType
-from hyper_parallel.platform.torch import comparison, masked, module_hooks  # noqa: F401 - take their places in torch
+from hyper_parallel.platform.platform import P2POp, PlatformType
+from hyper_parallel.platform.torch import patches
 from hyper_parallel.platform.torch.deferred_init import DeferredInit
 from hyper_parallel.platform.torch.differentiable import Differentiable
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
@@ -17,6 +18,8 @@ from hyper_parallel.platform.torch.interop import Interop
 from hyper_parallel.platform.torch.modules import Modules
 from hyper_parallel.platform.torch.recompute import Recompute
 from hyper_parallel.platform.torch.training import Training
+
+patches.install()
 
 
 class TorchPlatform(
@@ -33,6 +36,13 @@ class TorchPlatform(
     PipelineStageBase = torch.nn.Module
     platform_type = PlatformType.PYTORCH
     tensor_dtype = torch
+
+    def _start_p2p(self, ops: Sequence[P2POp]) -> list[Any]:
+        from hyper_parallel.platform.torch import p2p
+
+        if p2p.is_carried_by_gloo(self, ops):
+            return super()._start_p2p(ops)
+        return p2p.start_coalesced(self, ops)
 
     def get_symmetric_memory_handler(self) -> Any:
         """Untested on hardware: CUDA's symmetric memory."""

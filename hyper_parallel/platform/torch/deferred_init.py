@@ -16,7 +16,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +105,8 @@ class DeferredInit(Platform):
 
 class _Target:
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
-        self.device, self.include_buffers = device, include_buffers
+        self.device = device
+        self.include_buffers = include_buffers
         self.placed = WeakTensorKeyDictionary()  # a tied tensor moves once
 
     def on_parameter(self, _module: nn.Module, _name: str, tensor: Any) -> Any:
@@ -248,14 +248,16 @@ def _initialiser(frame: Any) -> tuple[Any, dict[str, Any]] | None:
 # --- modules
 
 
-@dataclass(frozen=True)
 class _Slot:
     """A place in a module that holds a parameter or a buffer without data."""
 
-    owner: nn.Module
-    path: str
-    name: str
-    tensor: torch.Tensor
+    def __init__(
+        self, owner: nn.Module, path: str, name: str, tensor: torch.Tensor
+    ) -> None:
+        self.owner = owner
+        self.path = path
+        self.name = name
+        self.tensor = tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         setattr(

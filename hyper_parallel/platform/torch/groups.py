@@ -16,7 +16,7 @@ from hyper_parallel.platform import platform as contract
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch import order
+from hyper_parallel.platform.torch import order, patches
 from hyper_parallel.platform.torch.faults import (
     BACKEND_ERRORS,
     end_lookout,
@@ -24,7 +24,6 @@ from hyper_parallel.platform.torch.faults import (
     longest_wait,
     timeout_of,
 )
-from hyper_parallel.platform.torch.functional_groups import take_meshes
 
 BACKEND_OF_DEVICE = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
@@ -34,7 +33,7 @@ class Groups(Platform):
 
     def __init__(self) -> None:
         super().__init__()
-        take_meshes(loads=False)
+        patches.install_functional(loads=False)
         self._timeout: timedelta | None = None
         self._generations: Counter[tuple[int, ...]] = Counter()
         self._epoch = 0  # how often this process has joined the job of the present store; 0: not asked yet
@@ -78,7 +77,7 @@ class Groups(Platform):
         pg_options: Any = None,
         device_id: Any = None,
     ) -> None:
-        take_meshes(loads=True)
+        patches.install_functional(loads=True)
         if dist.is_initialized():
             return
         self._timeout = _as_timedelta(timeout)
@@ -191,7 +190,7 @@ class Groups(Platform):
         # groups that a process has made into the group's name: members that have made different numbers of groups
         # then wait for each other for ever. Naming the group by its ranks and by how often they made one needs
         # neither, so the private helper under new_group is called with that name.
-        take_meshes(loads=True)
+        patches.install_functional(loads=True)
         world = self._group("create_group", None)
         name = self._group_name(tuple(ranks))
         try:

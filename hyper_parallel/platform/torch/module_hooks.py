@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward hooks of torch's modules with distributed tensors: set on the shards, told of distributed gradients.
+"""Backward hooks of torch's modules with distributed tensors: set on the shards, called with distributed gradients.
 
-torch sets such hooks by an autograd function, which sees of a distributed tensor only its wrapper. So this stands in
-for the class that sets them; for plain tensors it is that class.
+torch sets such hooks with an autograd function, which sees only the wrapper of a distributed tensor. This class
+replaces the one that sets them; for plain tensors it behaves like it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.nn.modules.module
 from torch.utils.hooks import BackwardHook
 
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
@@ -96,6 +95,3 @@ def _unwrapped(gradients: Any, like: dict[int, DTensorBase]) -> Any:
         for i, g in enumerate(items)
     )
     return tuple(made)
-
-
-torch.nn.modules.module.BackwardHook = ShardBackwardHook  # type: ignore[attr-defined]

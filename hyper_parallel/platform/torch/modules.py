@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.saving import UnpickledHook
 from hyper_parallel.platform.torch.tensors import Tensors
 
-_FORMATS = ("safetensors", "pt")
 _TRANSPOSED_LINEAR = (
     "transformers.pytorch_utils",
     "Conv1D",
@@ -71,25 +68,11 @@ class Modules(Tensors):
                 if param is old:
                     self._own_parameter(module, key, new_param)
 
-    def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
-        if isinstance(param, self.DTensorBase):
-            raise coded(
-                ValueError,
-                "HP132",
-                f"set_layout_into_parameter: the parameter already has the layout {param.layout!r}",
-            )
-        if layout.is_partial():
-            raise coded(
-                ValueError,
-                "HP132",
-                f"set_layout_into_parameter: {layout} leaves a reduction pending, but a parameter of shape "
-                f"{tuple(param.shape)} has its values; use Replicate() or Shard(dim)",
-            )
-        shape = tuple(param.shape)
-        shard = self.clone(layout.part_of(param.detach()))
-        return nn.Parameter(
-            layout.tensor(shard, shape), requires_grad=param.requires_grad
-        )
+    def _shard_of(self, param: Any, layout: Any) -> Any:
+        return self.clone(layout.part_of(param.detach()))
+
+    def _parameter_of(self, tensor: Any, like: Any) -> Any:
+        return nn.Parameter(tensor, requires_grad=like.requires_grad)
 
     def get_param_local_shape(self, param: Any) -> Any:
         return self._local(param).shape
@@ -102,51 +85,6 @@ class Modules(Tensors):
 
     def update_param_data(self, param: Any, data: Any) -> None:
         self._local(param).data = self._local(data)
-
-    def load_into_param(self, param: Any, data: Any) -> None:
-        target = self._local(param)
-        if target.is_meta:
-            raise coded(
-                ValueError,
-                "HP132",
-                f"load_into_param: the parameter of shape {tuple(param.shape)} is on the meta device and cannot "
-                "hold data; call init_parameters(module, stage_index) first",
-            )
-        with torch.no_grad():
-            target.copy_(self._fitting(param, data))
-
-    def _fitting(self, param: Any, data: Any) -> torch.Tensor:
-        """What of the data belongs into this rank's shard; moves distributed data if it lies otherwise."""
-        is_distributed = isinstance(param, self.DTensorBase)
-        if isinstance(data, self.DTensorBase):
-            fits = [tuple(param.shape)]
-            if (
-                data.shape == param.shape
-                and is_distributed
-                and data.layout.mesh == param.layout.mesh
-            ):
-                return self._local(data.detach().redistribute(None, param.layout))
-            source = data.detach().full_tensor() if data.shape == param.shape else data
-        else:
-            fits = [
-                tuple(self._local(param).shape),
-                *([tuple(param.shape)] if is_distributed else []),
-            ]
-            source = torch.as_tensor(data)
-        if tuple(source.shape) not in fits:
-            wanted = (
-                f"fits neither of {fits}"
-                if len(fits) > 1
-                else f"does not fit {fits[0]}"
-            )
-            raise coded(
-                ValueError,
-                "HP132",
-                f"load_into_param: data of shape {tuple(source.shape)} {wanted}",
-            )
-        if source.shape == self._local(param).shape:
-            return source
-        return param.layout.part_of(source)
 
     def is_linear_module(self, module: Any) -> bool:
         return isinstance(module, nn.Linear)
@@ -236,87 +174,32 @@ class Modules(Tensors):
     ) -> Any:
         return module.register_full_backward_pre_hook(hook, prepend=prepend)
 
-    def get_model_state_dict(
-        self, model: Any, *, options: Any = None
-    ) -> dict[str, Any]:
-        full = getattr(options, "full_state_dict", False)
-        offload = getattr(options, "cpu_offload", False)
-        state = model.state_dict()
-        if getattr(options, "ignore_frozen_params", False):
-            frozen = {id(p) for p in model.parameters() if not p.requires_grad}
-            names = {
-                name
-                for name, p in model.named_parameters(remove_duplicate=False)
-                if id(p) in frozen
-            }
-            state = {name: value for name, value in state.items() if name not in names}
-        if full:
-            state = {name: self._whole(value) for name, value in state.items()}
-        if offload:
-            # As in torch: the whole state in host memory is wanted once, not once a rank.
-            state = (
-                {}
-                if full and self.get_rank()
-                else {n: self._to_host(value) for n, value in state.items()}
-            )
-        return dict(state)
+    def _frozen_names(self, model: Any) -> set[str]:
+        named = model.named_parameters(remove_duplicate=False)
+        return {name for name, param in named if not param.requires_grad}
 
-    def _whole(self, value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, self.DTensorBase) else value
-
-    def _to_host(self, value: Any) -> Any:
-        return value.cpu() if self.is_tensor(value) else value
+    def _to_host(self, tensor: Any) -> Any:
+        return tensor.cpu()
 
     def optimizer_parts(
         self, optimizer: Any
     ) -> tuple[Sequence[dict[str, Any]], MutableMapping[Any, dict[str, Any]]]:
         return optimizer.param_groups, optimizer.state
 
-    def save_checkpoint(
-        self, cell: Any, file_path: Any, ckpt_format: str = "safetensors"
-    ) -> None:
-        _check_format("save_checkpoint", ckpt_format)
-        state = cell.state_dict() if isinstance(cell, nn.Module) else dict(cell)
-        wrong = sorted(
-            name for name, value in state.items() if not self.is_tensor(value)
-        )
-        if wrong:
-            raise coded(
-                ValueError,
-                "HP134",
-                f"save_checkpoint: only tensors can be saved in one file; {wrong} are none",
-            )
-        tensors = {name: self._local(value).detach() for name, value in state.items()}
-        target = Path(file_path)
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as handle:
-            temporary = Path(handle.name)
-        try:
-            _write(tensors, temporary, ckpt_format)
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+    _checkpoint_formats = ("safetensors", "pt")
 
-    def load_checkpoint(
-        self, file_path: Any, ckpt_format: str = "safetensors"
-    ) -> dict[str, Any]:
-        _check_format("load_checkpoint", ckpt_format)
+    def _write_checkpoint(
+        self, state: Mapping[str, Any], path: Path, ckpt_format: str
+    ) -> None:
+        tensors = {name: self._local(value).detach() for name, value in state.items()}
+        _write(tensors, path, ckpt_format)
+
+    def _read_checkpoint(self, path: Path, ckpt_format: str) -> dict[str, Any]:
         if ckpt_format == "pt":
-            return dict(torch.load(file_path, map_location="cpu", weights_only=True))
-        from safetensors import SafetensorError
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
         from safetensors.torch import load_file
 
-        try:
-            return load_file(file_path)
-        except SafetensorError as error:
-            raise coded(
-                ValueError,
-                "HP134",
-                f"load_checkpoint: {file_path} is not a whole safetensors file: {error}",
-            ) from error
+        return load_file(path)
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> None:
@@ -337,12 +220,3 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, ckpt_format: str) -> No
         )
         seen.add(storage)
     save_file(plain, path, metadata={"format": "pt"})
-
-
-def _check_format(call: str, ckpt_format: str) -> None:
-    if ckpt_format not in _FORMATS:
-        raise coded(
-            ValueError,
-            "HP134",
-            f"{call}: ckpt_format must be one of {', '.join(_FORMATS)}, got {ckpt_format!r}",
-        )

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
-from hyper_parallel.platform.torch.selective import selective_contexts
-from hyper_parallel.platform.torch.swap import SwapToHost
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.swap import SwapToHost
 
 INNER = "_wrapped_module"
 
@@ -55,13 +56,15 @@ class Recompute(Platform):
 
         Untested on hardware: MUST_SWAP's copies on a side stream, and the generator of an accelerator.
         """
+        from hyper_parallel.platform.torch.selective import selective_contexts
+
         return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     def async_save_on_cpu(
         self, policy_fn: Callable[[Any], bool] | None = None
     ) -> SwapToHost:
         """Untested on hardware: copies on a side stream, into pinned memory."""
-        return SwapToHost(policy_fn)
+        return _swap_to_host(policy_fn)
 
 
 class Wrapper(nn.Module):
@@ -221,7 +224,9 @@ class SwapWrapper(Wrapper):
         self, module: nn.Module, policy_fn: Callable[[Any], bool] | None = None
     ) -> None:
         super().__init__(module)
-        SwapToHost(policy_fn)  # a bad policy is refused here, not in the first forward
+        _swap_to_host(
+            policy_fn
+        )  # a bad policy is refused here, not in the first forward
         self._policy_fn = policy_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +234,14 @@ class SwapWrapper(Wrapper):
             return self.inner(*args, **kwargs)
 
     def _context(self) -> AbstractContextManager[Any]:
-        return SwapToHost(
-            self._policy_fn,
-            itertools.chain(self.inner.parameters(), self.inner.buffers()),
-        )
+        kept = itertools.chain(self.inner.parameters(), self.inner.buffers())
+        return _swap_to_host(self._policy_fn, kept)
+
+
+def _swap_to_host(
+    policy_fn: Callable[[Any], bool] | None, kept: Iterable[Any] = ()
+) -> SwapToHost:
+    # Imported here, so that choosing the platform stays light.
+    from hyper_parallel.platform.torch.swap import SwapToHost
+
+    return SwapToHost(policy_fn, kept)

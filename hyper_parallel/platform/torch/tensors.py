@@ -512,10 +512,6 @@ class Tensors(Platform):
     def profiler_record(self, name: str) -> AbstractContextManager[Any]:
         return torch.profiler.record_function(name)
 
-    def _local(self, tensor: Any) -> torch.Tensor:
-        """The plain tensor on this rank."""
-        return tensor.to_local() if isinstance(tensor, self.DTensorBase) else tensor
-
 
 def _slice_dim(x: torch.Tensor, dim: int, cut: slice) -> torch.Tensor:
     first, last, step = cut.indices(x.shape[dim])

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of tensors: sharing it, identifying it, and noticing that it was modified.
+
+Example::
+
+    version = platform.version_of(x)
+    x.add_(1)
+    assert platform.version_of(x) != version
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+class Memory(ABC):
+    """The memory behind tensors, and tensors without any."""
+
+    # Whether ``version_of`` notices every modification; if not, ``note_shown`` and ``note_alias`` are called.
+    counts_changes = True
+
+    @abstractmethod
+    def host_tensor(self, tensor: Any) -> Any:
+        """Returns this rank's elements as a plain contiguous tensor in host memory, without a copy if it is one."""
+
+    @abstractmethod
+    def tensor_memory(self, tensor: Any) -> Any:
+        """Views a plain tensor's elements as a numpy array of opaque items; None if the memory cannot be shared."""
+
+    @abstractmethod
+    def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
+        """Creates a plain tensor in host memory on top of a contiguous uint8 array."""
+
+    @abstractmethod
+    def memory_key(self, tensor: Any) -> Any:
+        """Returns a key that is equal for tensors (or their shards) that are the same elements of the same memory."""
+
+    @abstractmethod
+    def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
+        """Returns a mapping that lives as long as the tensor without keeping it alive, for caching derived tensors."""
+
+    @abstractmethod
+    def version_of(self, tensor: Any) -> int | None:
+        """Returns a counter that changes when the tensor is modified in place; None if changes are not counted."""
+
+    @abstractmethod
+    def note_change(self, tensor: Any) -> None:
+        """Counts a modification that the framework could not see, so that ``version_of`` changes."""
+
+    def note_shown(self, tensor: Any) -> None:  # noqa: B027 - a framework that counts need not know
+        """Records that the user holds the tensor or an alias of it, and may modify it unseen."""
+
+    def note_alias(self, tensor: Any, source: Any) -> None:  # noqa: B027 - a framework that counts need not know
+        """Records that a tensor may share memory with another one."""
+
+    @abstractmethod
+    def is_meta(self, tensor: Any) -> bool:
+        """Returns whether the tensor has a shape and a dtype but no data."""
+
+    @property
+    @abstractmethod
+    def meta_device(self) -> Any:
+        """Returns the framework's device without storage."""
+
+    @abstractmethod
+    def init_on_device(
+        self, device: Any, include_buffers: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Creates new parameters, and optionally buffers, on ``device`` within a context."""

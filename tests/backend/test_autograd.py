@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running backward from several outputs, and what autograd saves for it."""
+
+import frame
+import numpy as np
+import pytest
+from frame import tensor
+
+from hyper_parallel import get_platform
+
+
+@pytest.fixture
+def platform():
+    return get_platform()
+
+
+def test_backward_from_several_outputs_accumulates_into_leaves(platform):
+    x, y = frame.leaf([1.0, 2.0]), frame.leaf([3.0, 4.0])
+    with platform.tape():
+        product, total = x * y, (x * x).sum()
+    platform.backward([product, total], [tensor([10.0, 100.0]), None])
+    assert frame.grad(x).tolist() == [32.0, 404.0]
+    assert frame.grad(y).tolist() == [10.0, 200.0]
+
+
+def test_backward_adds_to_what_is_there(platform):
+    x = frame.leaf([1.0, 2.0])
+    for _ in range(2):
+        with platform.tape():
+            out = x * 3.0
+        platform.backward([out], [tensor([1.0, 1.0])])
+    assert frame.grad(x).tolist() == [6.0, 6.0]
+
+
+def test_a_kept_graph_can_be_used_again(platform):
+    x = frame.leaf([1.0, 2.0])
+    with platform.tape():
+        out = x * x
+    platform.backward([out], [tensor([1.0, 1.0])], keep_graph=True)
+    platform.backward([out], [tensor([0.0, 1.0])])
+    assert frame.grad(x).tolist() == [2.0, 8.0]
+    with pytest.raises(RuntimeError):
+        platform.backward([out], [tensor([1.0, 1.0])])
+
+
+def test_the_stages_of_a_pipeline(platform):
+    """The gradient of one stage's input is what backward of the stage before it starts from."""
+    x = frame.leaf([1.0, 2.0])
+    with platform.tape():
+        sent = x * x
+        received = frame.leaf(frame.array(platform.detach(sent)))
+        loss = (received * received).sum()
+    platform.backward([loss])
+    platform.backward([sent], [frame.grad(received)])
+    assert frame.grad(x).tolist() == [4.0, 32.0]
+
+
+def test_backward_refuses_what_it_cannot_start_from(platform):
+    x = frame.leaf([1.0, 2.0])
+    with platform.tape():
+        out = x * 2.0
+    seed = tensor([1.0, 1.0])
+    for outputs, gradients, message in [
+        ([tensor([1.0])], None, "was not recorded"),
+        ([out], None, "needs a gradient"),
+        ([out], [tensor([1.0])], r"has shape \(1,\), not \(2,\)"),
+        ([out], [seed, seed], "1 outputs need as many gradients, got 2"),
+        ([], None, "0 outputs"),
+    ]:
+        with pytest.raises(ValueError, match=f"backward: .*{message}.*HP145"):
+            platform.backward(outputs, gradients)
+    assert frame.grad(x) is None
+
+
+def test_no_grad_within_the_tape(platform):
+    x = frame.leaf([1.0, 2.0])
+    with platform.tape(), platform.no_grad():
+        assert not platform.requires_grad(x * 2.0)
+    with platform.no_grad():
+        out = x * 2.0
+    with pytest.raises(ValueError, match="was not recorded"):
+        platform.backward([out], [tensor([1.0, 1.0])])
+
+
+def test_saved_tensors_are_packed_and_unpacked(platform):
+    x = frame.leaf(np.array([1.0, 2.0]))
+    packed, unpacked = [], []
+
+    def pack(saved):
+        packed.append(tuple(saved.shape))
+        return frame.array(platform.detach(saved)).copy()
+
+    def unpack(values):
+        unpacked.append(values.shape)
+        return tensor(values)
+
+    with platform.tape():
+        with platform.saved_tensors(pack, unpack):
+            out = x * x
+        other = x * x  # outside of the context
+    assert packed == [(2,), (2,)]
+    assert unpacked == []
+    platform.backward([out, other], [tensor([1.0, 1.0])] * 2)
+    assert len(unpacked) == len(packed)
+    assert frame.grad(x).tolist() == [4.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bool", "bool"),
+        ("int8", "int"),
+        ("int64", "int"),
+        ("uint8", "uint"),
+        ("float16", "float"),
+        ("bfloat16", "float"),
+        ("float64", "float"),
+        ("complex64", "complex"),
+    ],
+)
+def test_the_kind_of_a_dtype(platform, name, kind):
+    assert platform.dtype_kind(frame.dtype(name)) == kind
+
+
+def test_what_is_no_dtype_has_no_kind(platform):
+    with pytest.raises(ValueError, match="dtype_kind: .*HP138"):
+        platform.dtype_kind("string")
+
+
+def test_the_gradient_of_a_leaf(platform):
+    x = frame.leaf([1.0, 2.0])
+    assert platform.gradient_of(x) is None
+    with platform.tape():
+        out = x * 3.0
+    platform.backward([out], [tensor([1.0, 2.0])])
+    assert platform.gradient_of(x).tolist() == [3.0, 6.0]
