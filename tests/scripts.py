@@ -16,7 +16,7 @@ def run_script(script, count, folder, timeout=300):
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["hyper_parallel.testing.worker", "hyper_parallel.platform.torch"]
+        ["hyper_parallel.ranks.worker", "hyper_parallel.platform.torch"]
     )  # as for ranks
     logs = [folder / f"rank{rank}.log" for rank in range(count)]
     started = [

@@ -110,7 +110,7 @@ def _report(
                 f"{path}: the mesh has one rank; say how many, as --mesh dp=2,tp=2"
             )
         os.environ["HYPER_PARALLEL_PLATFORM"] = recipe.framework
-        from hyper_parallel.testing import RankError
+        from hyper_parallel.ranks import RankError
         from hyper_parallel.verification.api import joined, on_new_ranks
 
         axes = dict(zip(("dp", "tp"), recipe.mesh_shape, strict=True))

@@ -36,11 +36,11 @@ from hyper_parallel.core.tensor_parallel.style import (
 )
 from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.schema import Recipe, Style
-from hyper_parallel.testing.import_file import import_file
 
 platform = get_platform()
 _STYLES: dict[str, Callable[..., ParallelStyle]] = {
