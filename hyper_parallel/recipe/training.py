@@ -29,6 +29,7 @@ from hyper_parallel.core.distributed_checkpoint import (
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
+from hyper_parallel.core.training import training_step
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import Job, build
@@ -127,7 +128,7 @@ def _steps(
         # The first step sets up things as well, so the second one is told.
         with _recorded(recipe, job.mesh) if step == done + 1 else ExitStack():
             loss_of = functools.partial(job.loss, job.model, *job.batch(step))
-            loss, norm = platform.training_step(
+            loss, norm = training_step(
                 job.model, optimizer, loss_of, recipe.optimizer.clip
             )
         step += 1

@@ -24,6 +24,7 @@ LAYERS = [
         "hyper_parallel.core.tensor_parallel",
         "hyper_parallel.collectives",
     ],
+    ["hyper_parallel.core.training"],
     ["hyper_parallel.testing"],
     ["hyper_parallel.recipe", "hyper_parallel.verification"],
     ["hyper_parallel.cli"],
@@ -186,6 +187,10 @@ def test_control_an_import_of_testing_is_found(tree):
             "from hyper_parallel.core.fully_shard import api",
         ),
         ("core/dtensor/a.py", "from hyper_parallel.testing import run_ranks"),
+        (
+            "core/tensor_parallel/a.py",
+            "from hyper_parallel.core.training import training_step",
+        ),
         ("core/dtensor/a.py", "from hyper_parallel.ranks import run_ranks"),
         ("ranks/a.py", "from hyper_parallel.core.dtensor import layout"),
         ("ranks/a.py", "from hyper_parallel.testing import on_ranks"),
