@@ -35,6 +35,7 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import Job, build
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.reporting import Reporter
+from hyper_parallel.recipe.roles import format_axes
 from hyper_parallel.recipe.schema import Optimizer, Recipe
 from hyper_parallel.recipe.stopping import StopSignal
 
@@ -216,13 +217,11 @@ def _joined(recipe: Recipe) -> DeviceMesh | None:
     platform.init_process_group(timeout=recipe.communication.timeout)
     size = platform.get_world_size()
     if size != recipe.ranks:
-        dp, tp = recipe.mesh_shape
-        message = (
-            f"dp={dp} x tp={tp} needs {recipe.ranks} ranks, but the job has {size}"
-        )
+        mesh = format_axes(recipe.axes)
+        message = f"{mesh} needs {recipe.ranks} ranks, but the job has {size}"
         raise RecipeError(recipe.path, [Problem("mesh", message)])
     return init_device_mesh(
-        platform.device_type(), recipe.mesh_shape, mesh_dim_names=("dp", "tp")
+        platform.device_type(), recipe.mesh_shape, mesh_dim_names=tuple(recipe.axes)
     )
 
 
