@@ -62,17 +62,22 @@ class RankProcesses:
         *,
         successes: Collection[int] = (0,),
     ) -> None:
-        self._successes, self._grace = successes, 0.0
-        self._exits: dict[int, Exit] = {}
-        self.was_asked = False
-        self.logs = [RankLog(logs / f"rank-{rank}.log") for rank in range(count)]
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._framework, self._successes = framework, successes
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", module, *arguments]
-        job = build_environment(framework, count)
-        for rank in range(count):
-            self._start(command, {**job, **number_rank(rank)}, rank)
+        self._exits: dict[int, Exit] = {}
+        self._grace = 0.0
+        self.logs = [RankLog(logs / f"rank-{rank}.log") for rank in range(count)]
+        self.was_asked = False
 
     def __enter__(self) -> RankProcesses:
+        job = build_environment(self._framework, len(self.logs))
+        try:
+            for rank in range(len(self.logs)):
+                self._start(rank, {**job, **number_rank(rank)})
+        except BaseException:
+            self.end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,13 +134,11 @@ class RankProcesses:
         details = f"{log.read_tail(_TAIL)}\n{headline}".strip()
         return Failure(rank, exited.when, headline, details, Cause.DIED, log.path)
 
-    def _start(
-        self, command: list[str], environment: dict[str, str], rank: int
-    ) -> None:
+    def _start(self, rank: int, environment: dict[str, str]) -> None:
         with self.logs[rank].path.open("wb") as log:
             # In a session of its own, so that Ctrl-C reaches it through this process alone.
             process = subprocess.Popen(  # noqa: S603 - the command is ours
-                command,
+                self._command,
                 env=environment,
                 stdin=subprocess.PIPE,  # its end tells the rank that this process is gone
                 stdout=None if rank == 0 else log,

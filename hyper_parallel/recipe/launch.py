@@ -63,15 +63,14 @@ def launch(recipe: Recipe, overrides: Sequence[str], resume: str | None) -> int:
             "launcher": os.getpid(),
         }
         (Path(notes) / JOB).write_text(json.dumps(job))
-        ranks = RankProcesses(
+        with RankProcesses(
             "hyper_parallel.recipe.rank",
             [notes],
             recipe.framework,
             recipe.ranks,
             logs,
             successes=(FINISHED, STOPPED),
-        )
-        with ranks:
+        ) as ranks:
             ranks.watch(GRACE)
         return _conclude(ranks, Path(notes))
 

@@ -142,6 +142,26 @@ def start_command():
     raise AssertionError("the hosts did not start")
 
 
+def test_the_command_fills_in_what_a_host_is_and_fails_with_it():
+    line = (
+        "echo {host} of {hosts}: {address} {master} $HOST $HOST_ADDRESSES; exit {host}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.hosts", "run", "--", "sh", "-c", line],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    both = "10.213.0.1,10.213.0.2"
+    assert sorted(done.stdout.splitlines()) == [
+        f"0 of 2: 10.213.0.1 10.213.0.1 0 {both}",
+        f"1 of 2: 10.213.0.2 10.213.0.1 1 {both}",
+    ]
+
+
 def find_switch(names):
     return next(name for name in names if name.endswith("switch"))
 
