@@ -46,6 +46,7 @@ LONGEST_FIRST = [  # by the time they take, largest first: what is not here take
     "distributed/test_programs.py",
     "distributed/test_told_in_time.py",
     "distributed/test_collective_counts_torch.py",
+    "distributed/test_hosts.py",
     "distributed/test_demo.py",
     "distributed/test_llama_example.py",
     "distributed/test_ranks.py",

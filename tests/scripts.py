@@ -4,19 +4,18 @@
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import warnings
+
+from hyper_parallel.ranks.environment import find_port
 
 
 def run_script(script, count, folder, timeout=300):
     """Each process's exit code, and what each wrote."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["hyper_parallel.testing.worker", "hyper_parallel.platform.torch"]
+        ["hyper_parallel.ranks.worker", "hyper_parallel.platform.torch"]
     )  # as for ranks
     logs = [folder / f"rank{rank}.log" for rank in range(count)]
     started = [

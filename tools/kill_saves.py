@@ -462,7 +462,7 @@ def run(
     # The ranks are forked from a server that has imported what they and the ranks of other tests need.
     preload = [
         __name__,
-        "hyper_parallel.testing.worker",
+        "hyper_parallel.ranks.worker",
         "hyper_parallel.platform.torch",
     ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

@@ -45,6 +45,7 @@ MODULES: dict[str, str | None] = {
         "hugging_face_to_checkpoint state_dict_to_checkpoint"
     ),
     "hyper_parallel.core.pipeline_parallel": None,
+    "hyper_parallel.core.training": None,
     "hyper_parallel.verification": None,
     "hyper_parallel.testing": None,
     "hyper_parallel.recipe": None,

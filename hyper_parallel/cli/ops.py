@@ -447,7 +447,7 @@ def _loaded(what: str) -> tuple[Any, str]:
     """The module of a file, and the name in it."""
     from pathlib import Path
 
-    from hyper_parallel.testing.import_file import import_file
+    from hyper_parallel.ranks.import_file import import_file
 
     file, _, name = what.rpartition(":")
     if not file or not Path(file).is_file() or Path(file).suffix != ".py":

@@ -36,7 +36,7 @@ def main(framework: str) -> None:
 
     platform = get_platform()
     _tell(device=str(platform.device()), kind=platform.device_type())
-    from hyper_parallel.testing import close_ranks, run_ranks
+    from hyper_parallel.ranks import close_ranks, run_ranks
 
     start = time.monotonic()
     found = run_ranks(exchange, 2, timeout=60.0)

@@ -64,7 +64,7 @@ def run(
 ) -> int:
     """What the command does; its exit code."""
     from hyper_parallel.recipe import RecipeError, read_recipe
-    from hyper_parallel.recipe.launch import JobError, launch, told
+    from hyper_parallel.recipe.launch import JobError, describe_failures, launch
     from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED
 
     joined = _joined()
@@ -82,7 +82,8 @@ def run(
         if failure.recipe is not None:
             typer.echo(f"error: {failure.recipe}", err=True)
         else:
-            typer.echo("\n".join(told(failure.failures, all_of_it=debug)), err=True)
+            lines = describe_failures(failure.failures, with_all_tracebacks=debug)
+            typer.echo("\n".join(lines), err=True)
         return failure.exit_code
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -82,6 +82,8 @@ def _mesh_keys(mesh: str | None) -> list[str]:
     """The mesh as keys of a recipe; an axis that is not named has one rank."""
     if mesh is None:
         return []
+    from hyper_parallel.recipe.roles import ROLES
+
     pairs = {
         name.strip(): size.strip()
         for name, _, size in (part.partition("=") for part in mesh.split(","))
@@ -89,13 +91,13 @@ def _mesh_keys(mesh: str | None) -> list[str]:
     wrong = [
         name
         for name, size in pairs.items()
-        if name not in ("dp", "tp") or not size.isdigit() or int(size) < 1
+        if name not in ROLES or not size.isdigit() or int(size) < 1
     ]
     if wrong:
         raise BadInputError(
-            f"--mesh: expected axes dp and tp with their sizes, as dp=2,tp=2, got {mesh!r}"
+            f"--mesh: expected axes {' and '.join(ROLES)} with their sizes, as dp=2,tp=2, got {mesh!r}"
         )
-    return [f"mesh.{name}={pairs.get(name, 1)}" for name in ("dp", "tp")]
+    return [f"mesh.{name}={pairs.get(name, 1)}" for name in ROLES]
 
 
 def _report(
@@ -110,16 +112,15 @@ def _report(
                 f"{path}: the mesh has one rank; say how many, as --mesh dp=2,tp=2"
             )
         os.environ["HYPER_PARALLEL_PLATFORM"] = recipe.framework
-        from hyper_parallel.testing import RankError
+        from hyper_parallel.ranks import RankError
         from hyper_parallel.verification.api import joined, on_new_ranks
 
-        axes = dict(zip(("dp", "tp"), recipe.mesh_shape, strict=True))
         arguments = (str(path.resolve()), overrides, step, tolerance)
         try:
             return (
-                on_rank(axes, arguments)
+                on_rank(recipe.axes, arguments)
                 if joined(recipe.ranks)
-                else on_new_ranks(on_rank, axes, arguments, timeout)
+                else on_new_ranks(on_rank, recipe.axes, arguments, timeout)
             )
         except RankError as error:
             raise error.__cause__ or error from None

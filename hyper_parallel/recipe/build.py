@@ -23,8 +23,6 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
-from hyper_parallel.core.tensor_parallel.api import parallelize_module
-from hyper_parallel.core.tensor_parallel.data_parallel import replicate
 from hyper_parallel.core.tensor_parallel.loss import loss_parallel
 from hyper_parallel.core.tensor_parallel.style import (
     ColwiseParallel,
@@ -36,11 +34,12 @@ from hyper_parallel.core.tensor_parallel.style import (
 )
 from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
+from hyper_parallel.recipe.roles import ROLES, find_rows, put_on_mesh
 from hyper_parallel.recipe.schema import Recipe, Style
-from hyper_parallel.testing.import_file import import_file
 
 platform = get_platform()
 _STYLES: dict[str, Callable[..., ParallelStyle]] = {
@@ -91,21 +90,19 @@ class Job:
         """This rank's rows as a part of the batch of all."""
         if self.mesh is None or isinstance(rows, DTensor):
             return rows
-        cut = [
-            Shard(0) if name == "dp" else Replicate()
-            for name in self.mesh.mesh_dim_names or ()
-        ]
-        return DTensor.from_local(rows, self.mesh, cut)
+        dims = [ROLES[name].batch_dim for name in self.mesh.mesh_dim_names or ()]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return DTensor.from_local(rows, self.mesh, placements)
 
 
 def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
-    """The model, drawn from the recipe's seed, on a mesh with axes "dp" and "tp", or as one process, and its data."""
+    """The model, drawn from the recipe's seed, on a mesh with the recipe's axes, or as one process, and its data."""
     platform.manual_seed(recipe.seed)  # the same numbers on every rank
     model = platform.prepare_module(_model(recipe), recipe.precision)
     place = (0, 1)
     if mesh is not None:
         _put_on_mesh(recipe, model, mesh)
-        place = mesh["dp"].get_local_rank(), mesh["dp"].size()
+        place = find_rows(mesh)
     if recipe.model.start is not None:
         load(
             {"model": ModelState(model)},
@@ -204,7 +201,7 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
 def _apply(
     recipe: Recipe, model: Any, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
 ) -> None:
-    """Cuts the model along "tp" and copies it along "dp"; what no style names is the same on all ranks."""
+    """Puts the model onto every axis of the mesh; what no style names is the same on all ranks."""
     names = [name for name, _ in platform.get_cells_and_names(model)]
     lost = [pattern for pattern in styles if not matching(pattern, names)]
     if lost:
@@ -213,8 +210,7 @@ def _apply(
             recipe.path,
             [Problem(where, no_match("module", pattern, names)) for pattern in lost],
         )
-    parallelize_module(model, mesh["tp"], {**styles, "": styles.get("", Replicated())})
-    replicate(model, mesh["dp"])
+    put_on_mesh(model, mesh, styles)
 
 
 def _style(wanted: Style) -> ParallelStyle:

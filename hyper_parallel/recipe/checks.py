@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from hyper_parallel.recipe.errors import Problem
-from hyper_parallel.recipe.schema import Mesh, Recipe
+from hyper_parallel.recipe.roles import (
+    ROLES,
+    find_elastic,
+    format_axes,
+    select_row_axes,
+)
+from hyper_parallel.recipe.schema import Recipe
 from hyper_parallel.recipe.sources import Source
 
 _PLACED = frozenset({"input", "output"})
@@ -31,9 +38,9 @@ def combinations(recipe: Recipe, nproc: int | None) -> tuple[Recipe, list[Proble
         *_plan(recipe),
         *_numbers(recipe),
     ]
-    if nproc is not None and recipe.mesh.dp is None and nproc % recipe.mesh.tp == 0:
-        mesh = Mesh(dp=nproc // recipe.mesh.tp, tp=recipe.mesh.tp)
-        path, recipe = recipe.path, recipe.model_copy(update={"mesh": mesh})
+    if nproc is not None:
+        path, mesh = recipe.path, recipe.mesh.take(nproc)
+        recipe = recipe.model_copy(update={"mesh": mesh})
         recipe._path = path
     return recipe, [*problems, *_mesh(recipe, nproc)]
 
@@ -224,25 +231,37 @@ def _plan(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
-    (dp, tp), given = recipe.mesh_shape, recipe.mesh.dp
     if nproc is not None and recipe.ranks != nproc:
-        shape = f"dp={dp} x tp={tp}" if given is not None else f"tp={tp}"
-        fits = (
-            f"mesh.dp={nproc // tp}"
-            if nproc % tp == 0
-            else f"mesh.dp={nproc} mesh.tp=1"
-        )
-        yield Problem(
-            "mesh",
-            f"{shape} needs {recipe.ranks} ranks, but there are {nproc}; say --nproc {recipe.ranks} or {fits}",
-        )
-    if recipe.data.batch % dp:
-        more = -(-recipe.data.batch // dp) * dp
-        told = f"a batch of {recipe.data.batch} sequences cannot be shared evenly by the {dp} ranks of mesh.dp"
-        yield Problem("data.batch", f"{told}; say {more}")
-    if tp > 1 and recipe.plan.file is None and not recipe.plan.styles:
-        told = f"mesh.tp is {tp}, but nothing says how the layers are shared; add styles:, or a file: with a function:"
-        yield Problem("plan", told)
+        given = {name: size for name, size in recipe.mesh.sizes().items() if size}
+        needs = f"{format_axes(given)} needs {recipe.ranks} ranks"
+        remedy = f"say --nproc {recipe.ranks} or {_fit(recipe.axes, nproc)}"
+        yield Problem("mesh", f"{needs}, but there are {nproc}; {remedy}")
+    rows = select_row_axes(recipe.axes)
+    parts, batch = math.prod(rows.values()), recipe.data.batch
+    if batch % parts:
+        where = " and ".join(f"mesh.{name}" for name in rows)
+        told = f"a batch of {batch} sequences cannot be shared evenly by the {parts} ranks of {where}"
+        yield Problem("data.batch", f"{told}; say {-(-batch // parts) * parts}")
+    if recipe.plan.file is None and not recipe.plan.styles:
+        for name, size in recipe.axes.items():
+            if size > 1 and ROLES[name].needs_plan:
+                told = (
+                    f"mesh.{name} is {size}, but nothing says how the layers are shared"
+                )
+                yield Problem(
+                    "plan", f"{told}; add styles:, or a file: with a function:"
+                )
+
+
+def _fit(axes: dict[str, int], nproc: int) -> str:
+    """Overrides with which a mesh has so many ranks."""
+    elastic = find_elastic()
+    others = {name: size for name, size in axes.items() if name != elastic}
+    count = math.prod(others.values())
+    if nproc % count == 0:
+        return f"mesh.{elastic}={nproc // count}"
+    ones = [f"mesh.{name}=1" for name, size in others.items() if size > 1]
+    return " ".join([f"mesh.{elastic}={nproc}", *ones])
 
 
 def _numbers(recipe: Recipe) -> Iterator[Problem]:

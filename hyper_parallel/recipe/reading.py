@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from hyper_parallel.recipe.checks import combinations
 from hyper_parallel.recipe.errors import Problem, RecipeError
+from hyper_parallel.recipe.roles import ROLES
 from hyper_parallel.recipe.schema import Recipe, keys
 
 Keys = tuple[str | int, ...]  # from the whole to a value
@@ -189,6 +190,9 @@ def _without(values: Any, at: Keys) -> Any:
 
 def _problem(at: Keys, found: Any) -> Problem:
     key = ".".join(map(str, at))
+    if found["type"] == "extra_forbidden" and len(at) == 2 and at[0] == "mesh":
+        known = f"the roles of its axes are {', '.join(ROLES)}"
+        return Problem(key, f"a mesh has no axis {at[1]}; {known}")
     if found["type"] == "extra_forbidden":
         return Problem(key, f"there is no such key{_suggestion(key)}")
     if found["type"] == "missing":

@@ -35,8 +35,8 @@ class Reporter:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TOLD, TimeRemainingColumn(),
             console=self._console, disable=not (is_first and self._console.is_terminal),
         )  # fmt: skip
-        dp, tp = recipe.mesh_shape
-        what = f"mesh {dp}x{tp}" if recipe.ranks > 1 else "one process"
+        shape = "x".join(map(str, recipe.mesh_shape))
+        what = f"mesh {shape}" if recipe.ranks > 1 else "one process"
         self._task = self._bar.add_task(
             what, total=recipe.steps, completed=done, loss=math.nan, more=""
         )

@@ -7,11 +7,21 @@ Each key is checked by itself here; what does not go together is found by `check
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    create_model,
+)
+
+from hyper_parallel.recipe.roles import ROLES, find_elastic
 
 Count = Annotated[int, Field(ge=1)]
 Some = Annotated[int, Field(ge=0)]
@@ -79,14 +89,33 @@ class Data(Part):
     )
 
 
-class Mesh(Part):
-    """How many ranks there are, and what along."""
+class Axes(Part):
+    """How many ranks there are along each axis of the mesh, by its role; None where that is for the others to say."""
 
-    dp: Count | None = Field(
-        default=None,
-        description="ranks that share a batch; null: as many as `tp` leaves of `--nproc`",
-    )
-    tp: Count = Field(default=1, description="ranks that share each layer")
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes in the order of the axes, the outermost first, whatever order the recipe has them in."""
+        return {name: getattr(self, name) for name in ROLES}
+
+    def take(self, ranks: int) -> Axes:
+        """The same mesh on so many ranks, if the axis that takes what the others leave can make it fit."""
+        elastic, sizes = find_elastic(), self.sizes()
+        others = math.prod(size for size in sizes.values() if size is not None)
+        if sizes[elastic] is not None or ranks % others:
+            return self
+        return self.model_copy(update={elastic: ranks // others})
+
+
+if TYPE_CHECKING:
+    Mesh = Axes  # a type checker cannot read the table
+else:
+    _KEYS = {
+        name: (
+            Count if role.default is not None else Count | None,
+            Field(default=role.default, description=role.description),
+        )
+        for name, role in ROLES.items()
+    }
+    Mesh = create_model("Mesh", __base__=Axes, __doc__=Axes.__doc__, **_KEYS)
 
 
 Placing = Annotated[str, Field(pattern=r"^(?i:shard\(-?\d+\)|replicate)$")]
@@ -257,14 +286,19 @@ class Recipe(Part):
         return self._path.parent / path
 
     @property
-    def mesh_shape(self) -> tuple[int, int]:
-        """(dp, tp)."""
-        return self.mesh.dp or 1, self.mesh.tp
+    def axes(self) -> dict[str, int]:
+        """The size of every axis of the mesh, by its role, the outermost first."""
+        return {name: size or 1 for name, size in self.mesh.sizes().items()}
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The sizes alone."""
+        return tuple(self.axes.values())
 
     @property
     def ranks(self) -> int:
         """How many ranks the mesh has."""
-        return self.mesh_shape[0] * self.mesh_shape[1]
+        return math.prod(self.mesh_shape)
 
     def values(self) -> dict[str, Any]:
         """All of it as plain values, as JSON has them."""

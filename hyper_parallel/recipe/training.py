@@ -29,11 +29,13 @@ from hyper_parallel.core.distributed_checkpoint import (
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
+from hyper_parallel.core.training import training_step
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import Job, build
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.reporting import Reporter
+from hyper_parallel.recipe.roles import format_axes
 from hyper_parallel.recipe.schema import Optimizer, Recipe
 from hyper_parallel.recipe.stopping import StopSignal
 
@@ -127,7 +129,7 @@ def _steps(
         # The first step sets up things as well, so the second one is told.
         with _recorded(recipe, job.mesh) if step == done + 1 else ExitStack():
             loss_of = functools.partial(job.loss, job.model, *job.batch(step))
-            loss, norm = platform.training_step(
+            loss, norm = training_step(
                 job.model, optimizer, loss_of, recipe.optimizer.clip
             )
         step += 1
@@ -215,13 +217,11 @@ def _joined(recipe: Recipe) -> DeviceMesh | None:
     platform.init_process_group(timeout=recipe.communication.timeout)
     size = platform.get_world_size()
     if size != recipe.ranks:
-        dp, tp = recipe.mesh_shape
-        message = (
-            f"dp={dp} x tp={tp} needs {recipe.ranks} ranks, but the job has {size}"
-        )
+        mesh = format_axes(recipe.axes)
+        message = f"{mesh} needs {recipe.ranks} ranks, but the job has {size}"
         raise RecipeError(recipe.path, [Problem("mesh", message)])
     return init_device_mesh(
-        platform.device_type(), recipe.mesh_shape, mesh_dim_names=("dp", "tp")
+        platform.device_type(), recipe.mesh_shape, mesh_dim_names=tuple(recipe.axes)
     )
 
 

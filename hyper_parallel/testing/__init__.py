@@ -9,13 +9,8 @@ assert run_ranks(square_of_rank, 4, 2) == [0, 1, 4, 9]
 
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.testing.pool import (
-    RankError,
-    close_ranks,
-    on_ranks,
-    preload,
-    run_ranks,
-)
+from hyper_parallel.ranks import RankError, close_ranks, preload, run_ranks
+from hyper_parallel.testing.decorator import on_ranks
 
 if TYPE_CHECKING:
     from hyper_parallel.testing.rules.check import check_rule, choices_of

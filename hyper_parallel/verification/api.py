@@ -25,8 +25,8 @@ from hyper_parallel.core.tensor_parallel import (
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.caller import raising_line, users_line
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.testing import run_ranks
-from hyper_parallel.testing.job import Target
+from hyper_parallel.ranks import run_ranks
+from hyper_parallel.ranks.job import Target
 from hyper_parallel.verification.judge import judge
 from hyper_parallel.verification.one_device import dropout_of_one_device
 from hyper_parallel.verification.report import Report

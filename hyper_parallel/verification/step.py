@@ -91,20 +91,8 @@ def _gradients(model: Any, loss_of: Callable[[], Any]) -> dict[str, Any]:
     trained = {
         name: one for name, one in parameters.items() if platform.requires_grad(one)
     }
-    kept = _Kept(list(trained.values()))
-    platform.training_step(model, kept, loss_of, None)
-    return dict(zip(trained, kept.gradients, strict=True))
-
-
-class _Kept:
-    """In the place of an optimizer: keeps the gradients and changes nothing."""
-
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self.parameters = parameters
-        self.gradients: Sequence[Any] = ()
-
-    def __call__(self, gradients: Sequence[Any]) -> None:
-        self.gradients = gradients
+    _, pairs = platform.compute_gradients(loss_of, list(trained.values()))
+    return {name: pair[1] for name, pair in zip(trained, pairs, strict=True)}
 
 
 def buffers_of(model: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import frame
 import numpy as np
 import pytest
 
+from hyper_parallel.core.training import training_step
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -121,7 +122,7 @@ def test_steps_are_those_of_the_formula(kind, max_norm):
 
     for rate in (0.01, 0.03, 0.002):
         platform.set_learning_rate(optimizer, rate)
-        loss, norm = platform.training_step(module, optimizer, loss_of, max_norm)
+        loss, norm = training_step(module, optimizer, loss_of, max_norm)
         true_loss, *found = gradients(*values)
         true_norm, found = clipped(found, math.inf if max_norm is None else max_norm)
         values = truth(values, found, rate, 0.1)
@@ -132,6 +133,46 @@ def test_steps_are_those_of_the_formula(kind, max_norm):
         frame.equal(
             platform.detach(module.bias), values[1].astype("float32"), accuracy=2e-6
         )
+
+
+def values_of(module):
+    """Copies of the weight and the bias."""
+    return [
+        frame.array(platform.detach(one)).copy() for one in (module.weight, module.bias)
+    ]
+
+
+def half_squares(module):
+    rest = module(frame.tensor(X)) - frame.tensor(Y)
+    return (rest * rest).sum() / 2
+
+
+def test_gradients_are_computed_apart_from_the_update():
+    """The primitives under training_step: gradients of the loss, which only the optimizer's call uses."""
+    module = model()
+    before = values_of(module)
+    optimizer = platform.new_optimizer("sgd", groups(module, 0.0), lr=0.5)
+    true_loss, *true = gradients(*before)
+    # In another order than that of the optimizer's groups.
+    loss, found = platform.compute_gradients(
+        lambda: half_squares(module), [module.bias, module.weight]
+    )
+    assert loss.item() == pytest.approx(true_loss, rel=1e-5)
+    for value, unchanged in zip(values_of(module), before, strict=True):
+        np.testing.assert_array_equal(value, unchanged)
+    platform.apply_gradients(optimizer, found)
+    for value, old, gradient in zip(values_of(module), before, true, strict=True):
+        np.testing.assert_allclose(value, old - 0.5 * gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+def test_the_norm_is_that_before_clipping(max_norm):
+    module = model()
+    optimizer = platform.new_optimizer("sgd", groups(module, 0.0), lr=0.0)
+    _, *true = gradients(*values_of(module))
+    norm = math.sqrt(sum((gradient**2).sum() for gradient in true))
+    found = training_step(module, optimizer, lambda: half_squares(module), max_norm)
+    assert found[1] == pytest.approx(norm, rel=1e-5)
 
 
 def test_a_module_is_in_the_dtype_that_is_asked_for():

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import time
 import warnings
-from types import SimpleNamespace
 
 import frame
 import pytest
@@ -16,7 +15,8 @@ from thorough import THOROUGH
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.platform.platform import EXISTING_COMM_GROUPS
-from hyper_parallel.testing import RankError, close_ranks, on_ranks, pool, run_ranks
+from hyper_parallel.ranks import activity
+from hyper_parallel.testing import RankError, close_ranks, on_ranks, run_ranks
 
 
 def meet():
@@ -92,20 +92,18 @@ def sleep_on(rank):
 def test_time_in_which_nobody_looks_is_not_idle(monkeypatch):
     """The whole machine may have stood still."""
     now = 0.0
-    monkeypatch.setattr(pool.time, "monotonic", lambda: now)
-    monkeypatch.setattr(pool, "_processor_seconds", lambda _: 1.0)  # it uses no more
-    activity, ranks = (
-        pool._Activity(5.0),
-        [SimpleNamespace(process=SimpleNamespace(pid=1))],
-    )
+    monkeypatch.setattr(activity.time, "monotonic", lambda: now)
+    # It uses no more.
+    monkeypatch.setattr(activity, "_processor_seconds", lambda _: 1.0)
+    watched = activity.Activity(5.0)
     stopped = []
     for step in (0.1, 100.0, *[0.1] * 40):
         now += step
-        stopped.append(activity.has_stopped(ranks))
+        stopped.append(watched.has_stopped([1]))
     assert not any(stopped)
     for _ in range(20):
         now += 0.1
-        stopped.append(activity.has_stopped(ranks))
+        stopped.append(watched.has_stopped([1]))
     assert stopped[-1]
 
 

@@ -281,7 +281,7 @@ def test_a_save_that_does_not_end_names_the_ranks(tmp_path):
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     child = tmp_path / "child.py"
     child.write_text(
-        "import os, time\nfrom hyper_parallel.testing.parent import end_with_parent\n"
+        "import os, time\nfrom hyper_parallel.ranks.parent import end_with_parent\n"
         "end_with_parent(os.getppid())\nprint('up', flush=True)\ntime.sleep(60)\n"
     )
     parent = "import subprocess, sys\n"

@@ -17,8 +17,8 @@ import torch
 from hyper_parallel.cli.train import run as run_command
 from hyper_parallel.core.distributed_checkpoint import read_objects
 from hyper_parallel.core.distributed_checkpoint.inspection import compare_checkpoints
+from hyper_parallel.ranks.environment import build_environment
 from hyper_parallel.recipe import RecipeError, read_recipe, training
-from hyper_parallel.recipe.launch import environment
 from hyper_parallel.recipe.training import train
 from hyper_parallel.testing import run_ranks
 
@@ -445,7 +445,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(tmp_path):
 
 def test_the_first_collectives_are_compared():
     """tests/distributed/test_order_check.py has what that does."""
-    assert environment("torch", 2)["HYPER_PARALLEL_CHECK_ORDER"] == "first:100"
+    assert build_environment("torch", 2)["HYPER_PARALLEL_CHECK_ORDER"] == "first:100"
 
 
 def test_sigterm_saves_and_does_not_change_what_comes_out(tmp_path):

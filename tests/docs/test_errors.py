@@ -35,8 +35,9 @@ from hyper_parallel.platform.error_codes import code_of, coded, hint, without_hi
 from hyper_parallel.platform.errors import CommunicationError, unfinished
 from hyper_parallel.platform.order import first_compared, parted
 from hyper_parallel.platform.platform import _choose
+from hyper_parallel.ranks.failures import Failure
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
-from hyper_parallel.recipe.launch import Failure, JobError
+from hyper_parallel.recipe.launch import JobError
 from hyper_parallel.testing import RankError, run_ranks
 from hyper_parallel.verification.report import Report
 from tools import errors_page
@@ -74,7 +75,7 @@ LAYERS = {
         "platform.checks",
     ),
     "5": ("core.distributed_checkpoint", "cli.checkpoints"),
-    "6": ("testing",),
+    "6": ("ranks", "testing"),
     "7": ("recipe", "verification", "cli"),
 }
 
@@ -85,7 +86,7 @@ PUBLIC = (
     "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
     "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.tensor_parallel",
-    "core.distributed_checkpoint", "testing", "recipe", "verification",
+    "core.distributed_checkpoint", "ranks", "testing", "recipe", "verification",
 )  # fmt: skip
 INTERNAL = {
     "core.distributed_checkpoint.strict_json": "becomes part of a CheckpointError",
@@ -393,7 +394,7 @@ def test_examples_of_communication_are_what_is_raised():
 def test_examples_of_recipes_and_the_command_are_what_is_told(tmp_path):
     problem, failed = (
         Problem("steps", "this key is needed"),
-        Failure(1, 0.0, "wrong", "", False, tmp_path / "a.log"),
+        Failure(1, 0.0, "wrong", log=tmp_path / "a.log"),
     )
     made = {
         "HP701": RecipeError("demo.yaml", [problem] * 3),

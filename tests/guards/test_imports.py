@@ -12,7 +12,7 @@ FRAMEWORKS = ("torch", "mindspore", "torch_npu")
 # A layer may import itself and the layers below it; packages of one layer do not know each other.
 LAYERS = [
     ["hyper_parallel.platform"],
-    ["hyper_parallel.core.dtensor"],
+    ["hyper_parallel.core.dtensor", "hyper_parallel.ranks"],
     ["hyper_parallel.core.shard"],
     [
         "hyper_parallel.core.activation_checkpoint",
@@ -24,6 +24,7 @@ LAYERS = [
         "hyper_parallel.core.tensor_parallel",
         "hyper_parallel.collectives",
     ],
+    ["hyper_parallel.core.training"],
     ["hyper_parallel.testing"],
     ["hyper_parallel.recipe", "hyper_parallel.verification"],
     ["hyper_parallel.cli"],
@@ -140,6 +141,36 @@ def test_imports_point_downwards():
     assert upward_imports(PACKAGE) == []
 
 
+def imports_of_testing(package):
+    """Imports of the tools for tests by code that trains."""
+    problems = []
+    for name, tree in modules(package).items():
+        if not within(name, f"{package.name}.testing"):
+            problems += [
+                f"{name}:{line} imports {imported}"
+                for line, imported in imports(
+                    name, tree, package=is_package(package, name)
+                )
+                if within(imported, f"{package.name}.testing")
+            ]
+    return problems
+
+
+def test_only_the_check_of_rules_imports_testing():
+    """`hyper-parallel ops --check` is a front end of check_rule; nothing else outside needs what tests need."""
+    found = imports_of_testing(PACKAGE)
+    assert {problem.partition(":")[0] for problem in found} <= {
+        "hyper_parallel.cli.ops"
+    }
+
+
+def test_control_an_import_of_testing_is_found(tree):
+    package = tree({"recipe/a.py": "def f():\n    import hyper_parallel.testing.pool"})
+    assert imports_of_testing(package) == [
+        "hyper_parallel.recipe.a:2 imports hyper_parallel.testing.pool"
+    ]
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -156,6 +187,13 @@ def test_imports_point_downwards():
             "from hyper_parallel.core.fully_shard import api",
         ),
         ("core/dtensor/a.py", "from hyper_parallel.testing import run_ranks"),
+        (
+            "core/tensor_parallel/a.py",
+            "from hyper_parallel.core.training import training_step",
+        ),
+        ("core/dtensor/a.py", "from hyper_parallel.ranks import run_ranks"),
+        ("ranks/a.py", "from hyper_parallel.core.dtensor import layout"),
+        ("ranks/a.py", "from hyper_parallel.testing import on_ranks"),
         ("helpers/a.py", "x = 1"),
         ("core/loose.py", "x = 1"),
     ],

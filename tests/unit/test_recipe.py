@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes as text: what is wrong with one is told before anything starts, all of it, with its place and a way out."""
 
+import itertools
 import json
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import hyper_parallel.cli.train  # noqa: F401 - it adds its command
 from hyper_parallel.cli.checkpoints import application
-from hyper_parallel.recipe import Recipe, RecipeError, read_recipe
+from hyper_parallel.recipe import Recipe, RecipeError, read_recipe, roles
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.schema import keys
 
@@ -116,6 +118,69 @@ def test_the_mesh_takes_what_ranks_there_are(folder):
     )
 
 
+def test_the_order_of_the_axes_is_that_of_the_roles(folder):
+    """Ranks next to each other share layers, in whatever order a recipe or its overrides name the axes."""
+    for overrides in (["mesh={tp: 4, dp: 2}"], ["mesh.tp=4", "mesh.dp=2"]):
+        recipe = read_recipe(folder / "recipe.yaml", overrides)
+        assert list(recipe.axes.items()) == [("dp", 2), ("tp", 4)]
+        assert recipe.values()["mesh"] == {"dp": 2, "tp": 4}
+
+
+def test_the_rows_of_a_rank_are_counted_over_all_axes_that_divide_them(monkeypatch):
+    monkeypatch.setitem(roles.ROLES, "more", roles.ROLES["dp"])
+    found = []
+    for dp, tp, more in itertools.product(range(2), range(2), range(3)):
+        coordinate = {"dp": dp, "tp": tp, "more": more}
+        mesh = SimpleNamespace(
+            mesh_dim_names=("dp", "tp", "more"),
+            mesh_shape=(2, 2, 3),
+            get_local_rank=coordinate.get,
+        )
+        found.append(roles.find_rows(mesh))
+    # Ranks that differ in tp alone have the same rows.
+    assert found == [(part, 6) for part in (0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5)]
+
+
+ANOTHER_ROLE = """
+import importlib, sys
+from hyper_parallel.recipe import checks, errors, reading, roles, schema
+
+rows = dict(roles.ROLES)
+own = roles.Role("ranks that share rows too", 1, 0, False, roles._replicate)
+roles.ROLES.clear()
+roles.ROLES.update({"dp": rows["dp"], "extra": own, "tp": rows["tp"]})
+for module in (schema, checks, reading):
+    importlib.reload(module)
+read, path = reading.read_recipe, sys.argv[1]
+
+print(read(path, ["mesh.extra=2", "mesh.tp=2"], nproc=8).axes)
+print([key for key in schema.keys() if key[0] == "mesh.extra"])
+for overrides in (["mesh.extra=3", "mesh.dp=1"], ["mesh.pp=1", "data.batch=6"]):
+    try:
+        read(path, overrides, nproc=6)
+    except errors.RecipeError as error:
+        print(*(problem.message for problem in error.problems), sep="\\n")
+"""
+
+
+def test_a_role_is_a_row_of_the_table(folder):
+    """A third one, in a process of its own, has a key, a size, a place in the mesh and checks."""
+    made = subprocess.run(
+        [sys.executable, "-c", ANOTHER_ROLE, folder / "recipe.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert made.stdout.splitlines() == [
+        "{'dp': 2, 'extra': 2, 'tp': 2}",
+        "[('mesh.extra', '1', 'ranks that share rows too')]",
+        "a batch of 4 sequences cannot be shared evenly by the 3 ranks of mesh.dp and mesh.extra; say 6",
+        "dp=1 x extra=3 x tp=1 needs 3 ranks, but there are 6; say --nproc 3 or mesh.dp=2",
+        "a mesh has no axis pp; the roles of its axes are dp, extra, tp",
+    ]
+
+
 def test_everything_is_told_at_once_with_its_line(folder):
     text = GOOD.replace("steps: 10", "stepz: 10\nlr: 3").replace(
         "batch: 4", "batch: four\n  held_out: 2"
@@ -138,6 +203,10 @@ def test_everything_is_told_at_once_with_its_line(folder):
         (["mesh.dp=3"], 3, "data.batch: a batch of 4 sequences cannot be shared evenly by the 3 ranks .* say 6"),
         (["mesh.tp=2", "plan=null"], None, "plan: expected keys of its own"),
         (["mesh.tp=2", "plan={}"], None, "plan: mesh.tp is 2, but nothing says how the layers are shared"),
+        (["mesh.pp=2"], None, "mesh.pp: a mesh has no axis pp; the roles of its axes are dp, tp"),
+        (["mesh={tpp: 2}"], None, "mesh.tpp: a mesh has no axis tpp; the roles of its axes are dp, tp"),
+        (["mesh.tp=0"], None, "mesh.tp: expected greater than or equal to 1, got 0"),
+        (["mesh.tp=null"], None, "mesh.tp: expected a valid integer, got None"),
         (["model.class=Nett"], None, "model.class: .*model.py has no class Nett of its own; did you mean Net?"),
         (["model.file=modle.py"], None, "model.file: there is no file .*modle.py; did you mean model.py?"),
         (["model.class=null"], None, "model: it has a file but no class; model.py has Config, Net, Plain"),

@@ -202,11 +202,11 @@ class Modules(ABC):
         """Sets the learning rate of all groups of an optimizer."""
 
     @abstractmethod
-    def training_step(
-        self,
-        module: Any,
-        optimizer: Any,
-        loss_of: Callable[[], Any],
-        max_norm: float | None,
-    ) -> tuple[float, float]:
-        """Updates a module by the gradients of a loss, clipped to ``max_norm``; returns (loss, gradient norm)."""
+    def compute_gradients(
+        self, loss_of: Callable[[], Any], parameters: Sequence[Any]
+    ) -> tuple[Any, Sequence[Any]]:
+        """The loss that ``loss_of()`` returns, and its gradients, as clip_grad_norm_ and apply_gradients take them."""
+
+    @abstractmethod
+    def apply_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        """Has an optimizer update its parameters by the gradients that compute_gradients returned, and forgets them."""

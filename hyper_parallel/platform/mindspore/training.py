@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of training on MindSpore: optimizers by name, gradients as a function's, clipping, memory."""
+"""What training needs of MindSpore: optimizers by name, gradients as a function's, memory."""
 
 from __future__ import annotations
 
@@ -52,29 +52,23 @@ class Training(Platform):
             else:
                 group["lr"] = rate
 
-    def training_step(
-        self,
-        module: Any,  # noqa: ARG002 - the optimizer knows its parameters
-        optimizer: Any,
-        loss_of: Callable[[], Any],
-        max_norm: float | None,
-    ) -> tuple[float, float]:
-        parameters = (
-            optimizer.parameters
-        )  # in the order of its groups, in which it takes gradients
+    def compute_gradients(
+        self, loss_of: Callable[[], Any], parameters: Sequence[Any]
+    ) -> tuple[Any, Sequence[Any]]:
+        """The loss, and each parameter with its gradient."""
 
-        def named() -> (
-            Any
-        ):  # MindSpore asks for the name of what it differentiates, which not all that can be called has
+        # MindSpore asks for the name of what it differentiates, which not every callable has.
+        def compute_loss() -> Any:
             return loss_of()
 
-        loss, gradients = mindspore.value_and_grad(named, None, weights=parameters)()
-        pairs = zip(parameters, gradients, strict=True)
-        norm = self.clip_grad_norm_(
-            pairs, float("inf") if max_norm is None else max_norm
-        )
-        optimizer(gradients)
-        return loss.item(), norm.item()
+        compute = mindspore.value_and_grad(compute_loss, None, weights=list(parameters))
+        loss, gradients = compute()
+        return loss, list(zip(parameters, gradients, strict=True))
+
+    def apply_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> None:
+        of_parameter = {id(parameter): gradient for parameter, gradient in gradients}
+        # In the order of the optimizer's groups, in which it takes them.
+        optimizer(tuple(of_parameter[id(one)] for one in optimizer.parameters))
 
     def _device_memory(self) -> int:
         """Untested on hardware: the peak that MindSpore's allocator has seen."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of training on torch: optimizers by name, backward, clipping, memory."""
+"""What training needs of torch: optimizers by name, gradients, memory."""
 
 from __future__ import annotations
 
@@ -32,21 +32,17 @@ class Training(Platform):
         for group in optimizer.param_groups:
             group["lr"] = rate
 
-    def training_step(
-        self,
-        module: Any,
-        optimizer: Any,
-        loss_of: Callable[[], Any],
-        max_norm: float | None,
-    ) -> tuple[float, float]:
+    def compute_gradients(
+        self, loss_of: Callable[[], Any], parameters: Sequence[Any]
+    ) -> tuple[Any, Sequence[Any]]:
+        """The loss, and the parameters, each of which now has its gradient."""
         loss = loss_of()
         loss.backward()
-        norm = self.clip_grad_norm_(
-            module.parameters(), float("inf") if max_norm is None else max_norm
-        )
+        return loss, parameters
+
+    def apply_gradients(self, optimizer: Any, gradients: Sequence[Any]) -> None:  # noqa: ARG002 - parameters have them
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item(), norm.item()
 
     def _device_memory(self) -> int:
         """Untested on hardware: the peak that torch's allocator has seen."""

@@ -3,37 +3,37 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
-import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.platform.platform import HYPER_PARALLEL_PLATFORM
-from hyper_parallel.testing.job import Job, Outcome
-from hyper_parallel.testing.parent import end_with_parent
+from hyper_parallel.ranks.failures import Failure, find_cause, format_headline
+from hyper_parallel.ranks.job import Job, Outcome
+from hyper_parallel.ranks.logs import redirect_output, show_stack_on_request
+from hyper_parallel.ranks.parent import end_with_parent
 
 
 def main(
     connection: Connection, rank: int, world_size: int, framework: str, log: str
 ) -> None:
     """Serves jobs until the parent closes the connection or ends."""
-    _redirect_output(log)
+    redirect_output(log)
+    show_stack_on_request(all_threads=False)  # the parent asks where a rank hangs
     os.environ[HYPER_PARALLEL_PLATFORM] = framework
-    end_with_parent()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(wait=_wait_for_session)
     platform = get_platform()
     store = platform.new_store(is_master=True) if rank == 0 else None
     connection.send(store.port if store is not None else None)
@@ -66,46 +66,36 @@ def _run(
             finally:
                 # On failure this closes the connections, so that the other ranks fail at once and do not wait.
                 platform.destroy_process_group()
-        return Outcome(rank, time.monotonic(), value), store
+        return Outcome(rank, value), store
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the outcome
         return _failed(rank, error), store
 
 
 def _failed(rank: int, error: BaseException) -> Outcome:
-    headline = "".join(traceback.format_exception_only(error)).strip()
+    headline = format_headline(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename) != Path(__file__)]
     details = "".join(traceback.format_list(own)) + headline
     if error.__cause__ is not None:
-        details += f"\ncaused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}"
-    return Outcome(
-        rank,
-        time.monotonic(),
-        headline=f"raised {headline}",
-        details=details,
-        error=error,
+        details += f"\ncaused by {format_headline(error.__cause__)}"
+    failure = Failure(
+        rank, time.monotonic(), f"raised {headline}", details, find_cause(error)
     )
+    return Outcome(rank, failure=failure, error=error)
 
 
 def _packed(outcome: Outcome) -> bytes:
-    """The outcome as bytes; what cannot be pickled is told in words."""
+    """The outcome as bytes; what cannot be pickled is described in words."""
     try:
         packed = pickle.dumps(outcome)
         pickle.loads(packed)  # noqa: S301 - an exception with arguments of its own may fail only here
     except Exception as error:  # noqa: BLE001 - user values may fail to pickle in any way
-        if outcome.headline:
-            return pickle.dumps(
-                Outcome(
-                    outcome.rank,
-                    outcome.when,
-                    headline=outcome.headline,
-                    details=outcome.details,
-                )
-            )
-        why = f"returned {type(outcome.value).__name__}, which cannot be sent back: {error}"
-        return pickle.dumps(
-            Outcome(outcome.rank, outcome.when, headline=why, details=why)
-        )
+        if outcome.failure is not None:
+            return pickle.dumps(replace(outcome, error=None))
+        kind = type(outcome.value).__name__
+        why = f"returned {kind}, which cannot be sent back: {error}"
+        failure = Failure(outcome.rank, time.monotonic(), why, why)
+        return pickle.dumps(Outcome(outcome.rank, failure=failure))
     return packed
 
 
@@ -128,20 +118,8 @@ def _clean_surroundings(job: Job, platform: Platform) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(sys.stderr)
-    if hasattr(signal, "SIGUSR1"):  # the parent asks where a rank hangs
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
-
-
-def _end_with_parent() -> None:
+def _wait_for_session() -> None:
+    # The kernel ends this process with the server that forked it, which may outlive the session.
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None
+    parent.join()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between the test session and its ranks: a function by name, its arguments, and how it ended."""
+"""What travels between a session and its pool of ranks: a function by name, its arguments, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.testing.import_file import import_file
+from hyper_parallel.ranks.failures import Cause, Failure
+from hyper_parallel.ranks.import_file import import_file
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank. ``when`` is the monotonic clock, to tell which rank failed first."""
+    """How a job ended on one rank: with a value, or with a failure and the error that it raised, if any."""
 
     rank: int
-    when: float
     value: Any = None
-    headline: str = ""  # "" means success
-    details: str = ""
+    failure: Failure | None = None
     error: BaseException | None = None
-    lost: bool = False  # the process is gone or must go
-    hung: bool = False  # it must go because it did not end
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process is gone or must go."""
+        return self.failure is not None and self.failure.cause in _LOST
+
+
+_LOST = (Cause.DIED, Cause.HUNG)
 
 
 def _module(name: str, file: str) -> Any:
-    if (
-        name == "__main__"
-    ):  # the parent's script: its functions are wanted, not another run of it
+    if name == "__main__":
+        # The parent's script: its functions are wanted, not another run of it.
         name = "__ranks_main__"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data-parallel step between two hosts over links of several rates: `replicate`, and torch's DDP on the same model.
+
+make bench; or python benchmarks/data_parallel_links.py --tiny to see that it works
+
+The hosts are network namespaces (tools/hosts.py), with one rank and one thread each. Besides the two ways, the same run
+measures what a step computes without communication, and what it communicates without computation: the gradients'
+bytes in buckets as DDP makes them. A step that overlaps both takes little more than the larger of the two, one that
+does not takes their sum.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "llama")]
+
+from timing import in_turns, median, ratio  # noqa: E402 - a neighbour of this file
+
+from tools.hosts import Hosts, why_unavailable  # noqa: E402 - found by the line above
+
+RATES = ("200mbit", "500mbit", None)
+FULL = {"dim": 512, "hidden": 1376, "layers": 4, "context": 256, "batch": 4}
+TINY = {"dim": 32, "hidden": 48, "layers": 2, "context": 16, "batch": 2}
+ROUNDS, WARM_UP = 7, 2
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, as DDP has them
+WAYS = ("ours", "DDP", "computation", "communication")
+
+
+# --- a rank
+
+
+def measure(sizes, rounds):
+    """The times of every way in this rank, and how far the parameters of both ways are apart in the end."""
+    import torch
+    import torch.distributed as dist
+
+    from hyper_parallel import get_platform
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    get_platform().init_process_group(timeout=600)
+    models = build_models(sizes)
+    shape = (sizes["batch"], sizes["context"])
+    ids = torch.randint(
+        256, shape, generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+    steps = {name: build_step(model, ids) for name, model in models.items()}
+    gradients = sum(p.numel() * 4 for p in models["computation"].parameters())
+    steps["communication"] = build_exchange(gradients)
+    found = in_turns(steps, 1, rounds, before=dist.barrier, warm_up=WARM_UP)
+    apart = find_distance(models["ours"], models["DDP"].module)
+    get_platform().destroy_process_group()
+    return found, apart, gradients
+
+
+def build_models(sizes):
+    """Three models with the same numbers: on a mesh, in DDP, and alone."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hyper_parallel import init_device_mesh
+    from hyper_parallel.core.tensor_parallel import replicate
+    from model import Config, Llama
+
+    def build():
+        torch.manual_seed(0)
+        options = {name: size for name, size in sizes.items() if name != "batch"}
+        return Llama(Config(**options))
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return {
+        "ours": replicate(build(), mesh),
+        "DDP": DistributedDataParallel(
+            build(), broadcast_buffers=False, gradient_as_bucket_view=True
+        ),
+        "computation": build(),
+    }
+
+
+def build_step(model, ids):
+    """Forward, backward and AdamW."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        model(ids).pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def build_exchange(nbytes):
+    """Sums so many bytes over the ranks, in buckets that are all under way at once."""
+    import torch
+    import torch.distributed as dist
+
+    sizes = [min(FIRST_BUCKET, nbytes)]
+    while sum(sizes) < nbytes:
+        sizes.append(min(BUCKET, nbytes - sum(sizes)))
+    buckets = [torch.ones(size // 4) for size in sizes]
+
+    def exchange():
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        for bucket in buckets:
+            bucket.fill_(1.0)  # it would grow without end
+
+    return exchange
+
+
+def find_distance(ours, theirs):
+    """How far the parameters of both ways are apart, as a part of their norm."""
+    apart, norm = 0.0, 0.0
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        own = mine.detach().to_local().double()
+        apart += float((own - other.detach().double()).pow(2).sum())
+        norm += float(own.pow(2).sum())
+    return (apart / norm) ** 0.5
+
+
+# --- the hosts
+
+
+def run(rate, sizes, rounds):
+    """What both ranks report, with a link of a rate between them."""
+    script = [sys.executable, str(Path(__file__).resolve())]
+    command = [*script, "--rank", json.dumps(sizes), str(rounds)]
+    with Hosts(2, rate=rate) as hosts:
+        ranks = []
+        for host in range(2):
+            job = {
+                "RANK": str(host),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": hosts.addresses[0],
+                "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts have no names to warn about
+                "HYPER_PARALLEL_CHECK_ORDER": "0",  # it ends after the first collectives
+            }
+            pipe = {"stdout": subprocess.PIPE, "text": True}
+            ranks.append(hosts.start(host, command, env={**os.environ, **job}, **pipe))
+        outputs = [rank.communicate()[0] for rank in ranks]
+        for rank in ranks:
+            if rank.returncode:
+                raise SystemExit(f"a rank failed with exit code {rank.returncode}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def find_slower(reports):
+    """The times of the slower rank in every round, with the larger of computation and communication."""
+    by_rank = [found for found, _, _ in reports]
+    times = {
+        way: [
+            max(pair) for pair in zip(*(found[way] for found in by_rank), strict=True)
+        ]
+        for way in WAYS
+    }
+    halves = zip(times["computation"], times["communication"], strict=True)
+    times["larger"] = [max(pair) for pair in halves]
+    return times
+
+
+def print_row(rate, reports):
+    """One link."""
+    times = find_slower(reports)
+    cells = [f"{median(times, way) / 1000:>15.1f}" for way in WAYS]
+    cells += [f"{ratio(times, way, 'larger'):>15.2f}" for way in ("ours", "DDP")]
+    print(f"{rate or 'unlimited':12}{''.join(cells)}", flush=True)
+    apart = max(apart for _, apart, _ in reports)
+    print(f"{'':12}parameters differ in the end by {apart:.1e} of their norm")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, one round")
+    parser.add_argument("--rank", nargs=2, metavar=("SIZES", "ROUNDS"))
+    options = parser.parse_args()
+    if options.rank is not None:
+        sizes, rounds = map(json.loads, options.rank)
+        print(json.dumps(measure(sizes, rounds)))
+        return
+    reason = why_unavailable()
+    if reason:
+        print(f"\nA data-parallel step between two hosts: not measured, {reason}")
+        return
+    sizes, rounds = (TINY, 1) if options.tiny else (FULL, ROUNDS)
+    print("\nA data-parallel step between two hosts, milliseconds, and times of the")
+    print("larger of computation and communication, each measured alone")
+    heads = [*WAYS, "ours / larger", "DDP / larger"]
+    print(f"{'link':12}" + "".join(f"{head:>15}" for head in heads), flush=True)
+    for rate in RATES:
+        print_row(rate, run(rate, sizes, rounds))
+
+
+if __name__ == "__main__":
+    main()
