@@ -21,9 +21,22 @@ from hyper_parallel.core.dtensor.geometry import Spans, chunk_span
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import REDUCE_OPS
 
+# Placements compare, hash and print as their base class does: that is cheaper to import
+# than what dataclass generates for each of them.
+
 
 class Placement:
     """A value: hashable, comparable, printable."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({fields})"
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether the tensor is cut along this axis, and if asked, along that dim."""
@@ -40,7 +53,7 @@ class Placement:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard(Placement):
     """Divided along ``dim`` into chunks as by torch.chunk; a negative dim counts from the end.
 
@@ -83,7 +96,7 @@ class Shard(Placement):
         return f"{self.letter}({self.dim})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class StridedShard(Shard):
     """Sharded along ``dim`` after later axes have divided it into ``split_factor`` pieces.
 
@@ -107,7 +120,7 @@ class StridedShard(Shard):
         return f"S({self.dim}, {self.split_factor})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class FusedShard(Shard):
     """Sharded along ``dim`` section by section: each rank holds its chunk of every section.
 
@@ -152,7 +165,7 @@ class FusedShard(Shard):
         return f"{self.letter}({self.dim}; {'+'.join(map(str, self.sections))})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RaggedShard(Shard):
     """Sharded along ``dim`` into consecutive parts of the given sizes, one per rank; 0 is a valid size."""
 
@@ -250,7 +263,7 @@ def _check_total(placement: Shard, sizes: tuple[int, ...], size: int) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Replicate(Placement):
     """Every rank has the whole."""
 
@@ -265,7 +278,7 @@ def commute(reduce_ops: Iterable[str | None]) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Partial(Placement):
     """Every rank has a part; reduced by ``reduce_op`` they are the tensor."""
 
