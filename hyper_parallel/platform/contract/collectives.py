@@ -96,6 +96,21 @@ class Collectives(Ranks):
         """Sends chunk i of dim 0 to rank i and concatenates what arrives; returns (output, work or None)."""
 
     @abstractmethod
+    def exchange(
+        self,
+        call: str,
+        data: Any,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Any,
+    ) -> tuple[Any, Any]:
+        """Starts an all-to-all of uneven rows; returns (output, handle). ``call`` is what it is announced as."""
+
+    @abstractmethod
+    def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
+        """Reduces pieces that arrived one after the other, in rank order; ``shape``: (number of pieces, *piece)."""
+
+    @abstractmethod
     def broadcast(self, data: Any, src: int, group: Any, async_op: bool = False) -> Any:
         """Overwrites ``data`` on every rank with that of global rank ``src`` and returns it."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
+from mindspore import mint
 
 from hyper_parallel.platform.agreement import Call, agree, check_agreement, dtype_name
 from hyper_parallel.platform.caller import users_line
@@ -325,6 +326,37 @@ class Collectives(Groups):
         self._meet(
             Call(name), resolved, [pickle.dumps(obj)] * resolved.size(), finish
         ).wait()
+
+    def exchange(
+        self,
+        call: str,
+        data: Any,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Any,
+    ) -> tuple[Any, Any]:
+        resolved = self._group(call, group)
+        shape = (sum(output_splits), *data.shape[1:])
+        return self._exchange(call, data, shape, output_splits, input_splits, resolved)
+
+    def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
+        _, *piece = shape
+        if self._is_native():
+            reduce: Any = {
+                "sum": mint.sum,
+                "avg": mint.mean,
+                "max": mint.amax,
+                "min": mint.amin,
+                "prod": mint.prod,
+            }
+            return reduce[op](received.reshape(tuple(shape)), 0)
+        output = self._unset(tuple(piece), received)
+        data, length = self._read(received), math.prod(piece) * received.itemsize
+        if length:
+            starts = range(0, len(data), length)
+            pieces = [data[start : start + length] for start in starts]
+            self._write(output, reduced(pieces, op, output))
+        return output
 
     # --- shared by this class and the differentiable collectives
 

@@ -34,7 +34,6 @@ from hyper_parallel.platform.mindspore.collectives import (
     Collectives,
     check_reducible,
     check_tensor,
-    reduced,
 )
 from hyper_parallel.platform.mindspore.empty import has_gradient
 from hyper_parallel.platform.mindspore.meeting import Group
@@ -292,28 +291,7 @@ class Differentiable(Collectives):
             group,
         )
         work.wait()
-        return self._reduced_pieces(received, mine, op)
-
-    def _reduced_pieces(self, received: Any, shape: tuple[int, ...], op: str) -> Any:
-        """The reduction of pieces that came one after the other, in rank order."""
-        if self._is_native():
-            pieces = received.reshape((-1, *shape))
-            reduce: Any = {
-                "sum": mint.sum,
-                "avg": mint.mean,
-                "max": mint.amax,
-                "min": mint.amin,
-                "prod": mint.prod,
-            }
-            return reduce[op](pieces, 0)
-        output = self._unset(shape, received)
-        data, length = self._read(received), math.prod(shape) * received.itemsize
-        if length:
-            pieces = [
-                data[start : start + length] for start in range(0, len(data), length)
-            ]
-            self._write(output, reduced(pieces, op, output))
-        return output
+        return self.reduce_pieces(received, (len(sizes), *mine), op)
 
 
 def _without_gradient_of_integers(x: Any) -> Any:

@@ -329,6 +329,21 @@ class Collectives(Groups):
                 lambda: dist.all_gather_object(object_list, obj, resolved),
             )
 
+    def exchange(
+        self,
+        call: str,
+        data: Any,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        group: Any,
+    ) -> tuple[Any, Any]:
+        resolved = self._group(call, group)
+        shape = (sum(output_splits), *data.shape[1:])
+        return self._exchange(call, data, shape, output_splits, input_splits, resolved)
+
+    def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
+        return gloo.reduce_pieces(received.view(tuple(shape)), op)
+
     # --- shared by this class and the differentiable collectives
 
     def _exchange(

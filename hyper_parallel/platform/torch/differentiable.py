@@ -28,7 +28,7 @@ from hyper_parallel.platform.checks import (
     check_transposed,
     meet,
 )
-from hyper_parallel.platform.torch import gloo, ties
+from hyper_parallel.platform.torch import ties
 from hyper_parallel.platform.torch.collectives import (
     Collectives,
     as_stored,
@@ -271,7 +271,7 @@ class Differentiable(Collectives):
             group,
         )
         work.wait()
-        return gloo.reduce_pieces(received.view(len(sizes), *mine), op)
+        return self.reduce_pieces(received, (len(sizes), *mine), op)
 
 
 class _AllReduce(Function):
