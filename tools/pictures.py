@@ -271,11 +271,13 @@ def checkpoint() -> Picture:
 
 def layers() -> Picture:
     """The layers of the library."""
-    p = Picture("The layers of the library; imports point downwards", 690, 475)
+    p = Picture("The layers of the library; imports point downwards", 690, 585)
     rows: list[tuple[list[str], str]] = [
         (["cli: the command hyper-parallel"], "plain"),
         (["recipe", "verification"], "plain"),
-        (["testing: real ranks, checks of rules"], "plain"),
+        (["testing: tests on ranks, checks of rules"], "plain"),
+        (["ranks: rank processes, started and ended"], "plain"),
+        (["training: one step of training"], "a"),
         (["tensor_parallel", "distributed_checkpoint", "pipeline_parallel"], "a"),
         (["shard: what operators do to distributed tensors"], "a"),
         (["dtensor: mesh, layout, redistribution"], "a"),
@@ -287,12 +289,12 @@ def layers() -> Picture:
         for place, name in enumerate(names):
             p.box(20 + (width + 10) * place, 18 + 55 * number, width, 42, kind, name)
     for y, lines in (
-        (205, ("core: knows", "no framework")),
-        (400, ("the only code", "that imports", "a framework")),
+        (310, ("core: knows", "no framework")),
+        (510, ("the only code", "that imports", "a framework")),
     ):
         for number, line in enumerate(lines):
             p.text(628, y + 20 * number, line, "small")
-    p.arrow(565, 24, 565, 450)
+    p.arrow(565, 24, 565, 560)
     return p
 
 

@@ -67,10 +67,10 @@ def run(
     from hyper_parallel.recipe.launch import JobError, describe_failures, launch
     from hyper_parallel.recipe.rank import BAD_RECIPE, FAILED
 
-    joined = _joined()
+    world_size = _find_world_size()
     try:
-        recipe = read_recipe(path, overrides, joined or nproc)
-        if joined is None and recipe.ranks > 1:
+        recipe = read_recipe(path, overrides, world_size or nproc)
+        if world_size is None and recipe.ranks > 1:
             return launch(recipe, overrides, resume)
         return _here(recipe, resume)
     except RecipeError as error:
@@ -90,8 +90,8 @@ def run(
         return FAILED
 
 
-def _joined() -> int | None:
-    """How many ranks the job has that a launcher has made this process one of."""
+def _find_world_size() -> int | None:
+    """The ranks of the job that a launcher has made this process part of; None without one."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return int(os.environ["MS_WORKER_NUM"]) if "MS_WORKER_NUM" in os.environ else None

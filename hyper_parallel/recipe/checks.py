@@ -16,7 +16,7 @@ from hyper_parallel.recipe.roles import (
     format_axes,
     select_row_axes,
 )
-from hyper_parallel.recipe.schema import Recipe
+from hyper_parallel.recipe.schema import Recipe, Style
 from hyper_parallel.recipe.sources import Source
 
 _PLACED = frozenset({"input", "output"})
@@ -176,25 +176,26 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
             "data", f"expected either corpus: python or text: FOLDER, but {both}"
         )
     if data.text is not None:
-        path = recipe.input_path(data.text)
-        if not path.exists():
-            near = did_you_mean(path.name, (one.name for one in path.parent.glob("*")))
-            yield Problem("data.text", f"there is no file or folder {path}{near}")
-        elif path.is_dir() and not any(one.is_file() for one in path.glob(data.files)):
-            kinds = sorted(
-                {one.suffix for one in path.rglob("*") if one.is_file() and one.suffix}
-            )
-            there = (
-                f"; there are {', '.join(f'**/*{kind}' for kind in kinds[:5])}"
-                if kinds
-                else ""
-            )
-            yield Problem("data.files", f"{path} has no file {data.files}{there}")
+        yield from _text(recipe.input_path(data.text), data.files)
     if data.tokens == "model" and recipe.model.huggingface is None:
         yield Problem(
             "data.tokens",
             "only a huggingface model has a tokenizer of its own; say tokens: bytes",
         )
+
+
+def _text(path: Path, files: str) -> Iterator[Problem]:
+    """Whether there is text to train on."""
+    if not path.exists():
+        near = did_you_mean(path.name, (one.name for one in path.parent.glob("*")))
+        yield Problem("data.text", f"there is no file or folder {path}{near}")
+        return
+    if path.is_file() or any(one.is_file() for one in path.glob(files)):
+        return
+    suffixes = {one.suffix for one in path.rglob("*") if one.is_file()}
+    kinds = [f"**/*{suffix}" for suffix in sorted(suffixes - {""})[:5]]
+    there = f"; there are {', '.join(kinds)}" if kinds else ""
+    yield Problem("data.files", f"{path} has no file {files}{there}")
 
 
 def _plan(recipe: Recipe) -> Iterator[Problem]:
@@ -207,24 +208,33 @@ def _plan(recipe: Recipe) -> Iterator[Problem]:
     if plan.file is None and plan.function is not None:
         yield Problem("plan.function", "a function needs the file: that it is in")
     if plan.file is not None:
-        yield from _named(recipe, "plan", "function", plan.file, plan.function)
-        source = _source(recipe, plan.file)
-        if source is not None and plan.function in source.functions:
-            known = source.arguments_of_function(plan.function)
-            first = 2 if known and known[0] == "model" else 1
-            yield from _arguments(
-                "plan", plan.function, plan.arguments, known[first:] if known else known
-            )
+        yield from _plan_function(recipe, plan.file)
     for pattern, style in plan.styles.items():
-        allowed = _STYLE_KEYS[style.style]
-        for key in sorted(style.model_fields_set - {"style"} - allowed):
-            told = f"{style.style} takes {', '.join(sorted(allowed)) or 'no keys'}, not {key}"
-            yield Problem(f"plan.styles.{pattern}.{key}", told)
-        if style.style == "fused_colwise" and style.sections is None:
-            yield Problem(
-                f"plan.styles.{pattern}",
-                "fused_colwise needs sections: how many, or the size of each",
-            )
+        yield from _style(f"plan.styles.{pattern}", style)
+
+
+def _plan_function(recipe: Recipe, file: Path) -> Iterator[Problem]:
+    name, arguments = recipe.plan.function, recipe.plan.arguments
+    yield from _named(recipe, "plan", "function", file, name)
+    source = _source(recipe, file)
+    if source is None or name not in source.functions:
+        return
+    known = source.arguments_of_function(name)
+    if known:
+        own = 2 if known[0] == "model" else 1  # (model, mesh) or (config)
+        known = known[own:]
+    yield from _arguments("plan", name, arguments, known)
+
+
+def _style(key: str, style: Style) -> Iterator[Problem]:
+    allowed = _STYLE_KEYS[style.style]
+    for name in sorted(style.model_fields_set - {"style"} - allowed):
+        keys = ", ".join(sorted(allowed)) or "no keys"
+        yield Problem(f"{key}.{name}", f"{style.style} takes {keys}, not {name}")
+    if style.style == "fused_colwise" and style.sections is None:
+        yield Problem(
+            key, "fused_colwise needs sections: how many, or the size of each"
+        )
 
 
 # --- numbers
@@ -232,25 +242,30 @@ def _plan(recipe: Recipe) -> Iterator[Problem]:
 
 def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
     if nproc is not None and recipe.ranks != nproc:
-        given = {name: size for name, size in recipe.mesh.sizes().items() if size}
+        sizes = recipe.mesh.sizes()
+        given = {name: size for name, size in sizes.items() if size is not None}
         needs = f"{format_axes(given)} needs {recipe.ranks} ranks"
         remedy = f"say --nproc {recipe.ranks} or {_fit(recipe.axes, nproc)}"
         yield Problem("mesh", f"{needs}, but there are {nproc}; {remedy}")
-    rows = select_row_axes(recipe.axes)
-    parts, batch = math.prod(rows.values()), recipe.data.batch
-    if batch % parts:
-        where = " and ".join(f"mesh.{name}" for name in rows)
-        told = f"a batch of {batch} sequences cannot be shared evenly by the {parts} ranks of {where}"
-        yield Problem("data.batch", f"{told}; say {-(-batch // parts) * parts}")
-    if recipe.plan.file is None and not recipe.plan.styles:
-        for name, size in recipe.axes.items():
-            if size > 1 and ROLES[name].needs_plan:
-                told = (
-                    f"mesh.{name} is {size}, but nothing says how the layers are shared"
-                )
-                yield Problem(
-                    "plan", f"{told}; add styles:, or a file: with a function:"
-                )
+    yield from _rows(recipe)
+    if recipe.plan.file is not None or recipe.plan.styles:
+        return
+    for name, size in recipe.axes.items():
+        if size > 1 and ROLES[name].needs_plan:
+            told = f"mesh.{name} is {size}, but nothing says how the layers are shared"
+            yield Problem("plan", f"{told}; add styles:, or a file: with a function:")
+
+
+def _rows(recipe: Recipe) -> Iterator[Problem]:
+    """Whether ranks that divide the rows of a batch get equally many."""
+    axes, batch = select_row_axes(recipe.axes), recipe.data.batch
+    parts = math.prod(axes.values())
+    if batch % parts == 0:
+        return
+    ranks = f"the {parts} ranks of {' and '.join(f'mesh.{name}' for name in axes)}"
+    told = f"a batch of {batch} sequences cannot be shared evenly by {ranks}"
+    more = batch + parts - batch % parts
+    yield Problem("data.batch", f"{told}; say {more}")
 
 
 def _fit(axes: dict[str, int], nproc: int) -> str:
@@ -260,8 +275,9 @@ def _fit(axes: dict[str, int], nproc: int) -> str:
     count = math.prod(others.values())
     if nproc % count == 0:
         return f"mesh.{elastic}={nproc // count}"
-    ones = [f"mesh.{name}=1" for name, size in others.items() if size > 1]
-    return " ".join([f"mesh.{elastic}={nproc}", *ones])
+    changes = {elastic: nproc}
+    changes |= {name: 1 for name, size in others.items() if size > 1}
+    return " ".join(f"mesh.{name}={size}" for name, size in changes.items())
 
 
 def _numbers(recipe: Recipe) -> Iterator[Problem]:

@@ -82,7 +82,8 @@ def find_rows(mesh: Any) -> tuple[int, int]:
     axes = dict(zip(mesh.mesh_dim_names, mesh.mesh_shape, strict=True))
     part, parts = 0, 1
     for name, size in select_row_axes(axes).items():
-        part, parts = part * size + mesh.get_local_rank(name), parts * size
+        part = part * size + mesh.get_local_rank(name)
+        parts *= size
     return part, parts
 
 

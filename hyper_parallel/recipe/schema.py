@@ -98,9 +98,12 @@ class Axes(Part):
 
     def take(self, ranks: int) -> Axes:
         """The same mesh on so many ranks, if the axis that takes what the others leave can make it fit."""
-        elastic, sizes = find_elastic(), self.sizes()
+        elastic = find_elastic()
+        sizes = self.sizes()
+        if sizes[elastic] is not None:
+            return self
         others = math.prod(size for size in sizes.values() if size is not None)
-        if sizes[elastic] is not None or ranks % others:
+        if ranks % others:
             return self
         return self.model_copy(update={elastic: ranks // others})
 

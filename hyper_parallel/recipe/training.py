@@ -80,7 +80,7 @@ def train(
 
     ``on_stuck``: ends this process where it was asked to stop and cannot; without one, the error is printed before.
     """
-    mesh = _joined(recipe)
+    mesh = _join_mesh(recipe)
     origin = _origin(recipe, resume)
     job = build(recipe, mesh)
     optimizer = _optimizer(job.model, recipe.optimizer)
@@ -210,7 +210,7 @@ def _optimizer(model: Any, wanted: Optimizer) -> Any:
     return platform.new_optimizer(wanted.kind, groups, lr=wanted.lr, **options)
 
 
-def _joined(recipe: Recipe) -> DeviceMesh | None:
+def _join_mesh(recipe: Recipe) -> DeviceMesh | None:
     """The mesh of the job that this process joins, or None for one process alone."""
     if recipe.ranks == 1:
         return None
