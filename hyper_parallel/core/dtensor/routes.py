@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.collectives import (
     is_nonlinear,
     redistribute,
 )
-from hyper_parallel.core.dtensor.gradient_sums import summed_later
+from hyper_parallel.core.dtensor.reducer import reduce_later
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spec import waits_for_value
 from hyper_parallel.platform import get_platform
@@ -129,7 +129,7 @@ def _made(
     tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool
 ) -> Any:
     if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
-        route = summed_later(
+        route = reduce_later(
             tensor._local, tensor._layout, tuple(tensor._shape), summed
         )
         return redistribute(

@@ -17,7 +17,7 @@ from hyper_parallel import (
     distribute_tensor,
     init_device_mesh,
 )
-from hyper_parallel.core.dtensor import gradient_sums
+from hyper_parallel.core.dtensor import reducer
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.testing import on_ranks
 
@@ -98,10 +98,10 @@ def test_several_buckets_and_dtypes():
         torch.testing.assert_close(
             mine_.grad.full_tensor(), true.grad, rtol=1e-5, atol=1e-5
         )
-    largest, gradient_sums.LARGEST_BUCKET = (
-        gradient_sums.LARGEST_BUCKET,
-        64,
-    )  # bytes: less than any pair of them
+    largest, reducer.BUCKET_BYTES = (
+        reducer.BUCKET_BYTES,
+        1,
+    )  # byte: every parameter fills one
     try:
         one, many, x, mine, mesh = both()
         one(x).sum().backward()
@@ -110,7 +110,7 @@ def test_several_buckets_and_dtypes():
         assert ledger.counts() == {"all_reduce": PARAMETERS}, ledger.table()
         same_gradients(many, one)
     finally:
-        gradient_sums.LARGEST_BUCKET = largest
+        reducer.BUCKET_BYTES = largest
 
 
 @on_ranks(2)
@@ -219,7 +219,7 @@ def test_nothing_is_left_of_a_backward_that_failed():
     )
     with pytest.raises(ArithmeticError, match="on purpose"):
         many(first).pow(2).sum().backward()
-    assert not gradient_sums._PARTS
+    assert not reducer._REDUCERS
     many.zero_grad()
     one(x).pow(2).sum().backward()
     many(mine).pow(2).sum().backward()
