@@ -14,9 +14,9 @@ from typing import Any
 from mindspore import Tensor, mint
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import changes, private
+from hyper_parallel.platform.mindspore import private, versions
+from hyper_parallel.platform.mindspore.cpu.op_adapters import adapter_for
 from hyper_parallel.platform.mindspore.operators import function, operation
-from hyper_parallel.platform.mindspore.rewritten import rewritten
 
 _Base = private.base_tensor()
 _OWN = ("_local", "_layout", "_whole", "_spec", "_routes", "_origin")
@@ -92,8 +92,8 @@ class DTensorBase(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         found, given, named = operation(func, args, kwargs)
-        changes.note_operator(found)
-        instead = rewritten(found)
+        versions.note_operator(found)
+        instead = adapter_for(found)
         if instead is not None:
             return instead(*given, **named)
         return type(self).dispatch(found, given, named)
@@ -123,7 +123,7 @@ class DTensorBase(Tensor):
         local = data._local if isinstance(data, DTensorBase) else data
         if tuple(local.shape) != self.local_shape and tuple(local.shape) == self._whole:
             local = self._layout.part_of(local).copy()
-        changes.note()
+        versions.note()
         self._local.data = local
         _Base.data.__set__(self, local)
         return self
@@ -227,7 +227,7 @@ class DTensorBase(Tensor):
         """
         return (
             self._local
-            if changes.version_of(self._local) is None
+            if versions.version_of(self._local) is None
             else self._local.copy()
         )
 

@@ -15,7 +15,11 @@ import mindspore
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import empty, guarded, private
+from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
+from hyper_parallel.platform.mindspore.cpu.empty_shards.tensor import (
+    call as call_guarded,
+)
 from hyper_parallel.platform.platform import Platform
 
 
@@ -88,7 +92,7 @@ class Gradients(Platform):
         is_wanted = private.requires_grad(tensor) and bool(
             private.executor().requires_grad()
         )
-        return is_wanted and empty.has_gradient(tensor)
+        return is_wanted and kernels.has_gradient(tensor)
 
     def call_where_empty(
         self,
@@ -96,10 +100,10 @@ class Gradients(Platform):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return guarded.call(func, args, kwargs or {})
+        return call_guarded(func, args, kwargs or {})
 
     def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return empty.tied(result, [x for x in operands if self.is_recorded(x)])
+        return kernels.tied(result, [x for x in operands if self.is_recorded(x)])
 
     def accumulates_gradient(self, leaf: Any) -> bool:  # noqa: ARG002 - the framework does not tell who asks
         return False

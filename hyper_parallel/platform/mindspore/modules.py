@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, mint, nn
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import deferred, optimizers, private
+from hyper_parallel.platform.mindspore import deferred_tensor, optimizers, private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import DTYPE_NAMES, Tensors
 from hyper_parallel.platform.platform import Projection
@@ -85,15 +85,15 @@ class Modules(Tensors):
             else Parameter(tensor, name=old.name, requires_grad=old.requires_grad)
         )
         new.name = old.name
-        if not is_parameter and (draw := deferred.draw_of(tensor)) is not None:
-            deferred.remember(new, draw)
+        if not is_parameter and (draw := deferred_tensor.draw_of(tensor)) is not None:
+            deferred_tensor.remember(new, draw)
         return new
 
     def _shard_of(self, param: Any, layout: Any) -> Any:
         if not self.is_meta(param):
             return self.clone(layout.part_of(self.detach(param)))
         local = layout.local_shape(tuple(param.shape))
-        return deferred.derived(
+        return deferred_tensor.derived(
             param, local, lambda whole: self.clone(layout.part_of(whole))
         )
 

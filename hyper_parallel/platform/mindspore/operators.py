@@ -18,9 +18,10 @@ from mindspore import Tensor, mint, ops
 from mindspore.mint.nn import functional as F  # noqa: N812 - everyone's name for it
 
 from hyper_parallel.platform.containers import leaves
-from hyper_parallel.platform.mindspore import empty, private
-from hyper_parallel.platform.mindspore.empty import FINE
-from hyper_parallel.platform.mindspore.functions.table import FUNCTIONS, ON_NPU
+from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
+from hyper_parallel.platform.mindspore.cpu.empty_shards.kernels import FINE
+from hyper_parallel.platform.mindspore.cpu.functions.table import FUNCTIONS, ON_NPU
 from hyper_parallel.platform.platform import Called, Platform
 
 # The name in the rules; the operators of MindSpore; what each of their arguments is, in their order.
@@ -257,7 +258,9 @@ class Operation:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return empty.run(self.name, self._run, args, kwargs, is_fine=self.name in FINE)
+        return kernels.run(
+            self.name, self._run, args, kwargs, is_fine=self.name in FINE
+        )
 
     def __repr__(self) -> str:
         return f"<MindSpore's {self.name}>"
@@ -393,7 +396,7 @@ def _guarded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         if any(tensor.is_meta for tensor in tensors):
             with private.device_context()("meta"):
                 return usual(*args, **kwargs)
-        return empty.run(name, usual, args, kwargs, is_fine=is_fine)
+        return kernels.run(name, usual, args, kwargs, is_fine=is_fine)
 
     _SPELLED[run] = name
     return run

@@ -22,7 +22,7 @@ from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import changes, private
+from hyper_parallel.platform.mindspore import private, versions
 
 _TORCHS = {
     "accum": "momentum_buffer",
@@ -104,7 +104,7 @@ def _steps_count(kind: Any) -> None:
         try:
             return usual(optimizer, *args, **kwargs)
         finally:
-            changes.note()
+            versions.note()
             executor.set_grad_flag(was_on)
 
     kind.__call__ = step

@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, function
 
 
-def rewritten(operation: Operation) -> Callable[..., Any] | None:
+def adapter_for(operation: Operation) -> Callable[..., Any] | None:
     """What does the work of an operator on distributed tensors; None if a rule does."""
     name = operation.name
     if name in _REWRITTEN:
