@@ -331,7 +331,7 @@ for _name in ("cov", "diagonal_scatter", "hsplit", "logit", "select_scatter", "v
     setattr(DTensorBase, _name, _by_rule(_name))
 
 
-def _plain_fallback(
+def plain_fallback(
     self: Any,  # noqa: ARG001
     func: Any,
     args: Sequence[Any] = (),
@@ -360,7 +360,3 @@ def _tensors(tree: Any) -> Iterator[Any]:
             yield from _tensors(item)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
-
-
-# Without it `plain + distributed` fails before anyone could say why, or do it where that is right.
-Tensor.__fallback__ = _plain_fallback

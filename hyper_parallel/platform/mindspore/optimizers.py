@@ -7,7 +7,7 @@
 MindSpore keeps a tuple of tensors for each kind of state, in the order of the parameters, and makes all of them when
 the optimizer is made. Names that mean what torch's mean are given torch's, so that either can load the other's.
 
-From here on a step of any optimizer changes its parameters or is refused.
+A step of any optimizer updates its parameters or is refused (``patches``).
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ def refuse_idle(optimizer: Any) -> None:
         )
 
 
-def _steps_count(kind: Any) -> None:
-    """Where operators are recorded for backward, some optimizers would change a copy: their steps are not recorded."""
-    usual = kind.__call__
+def unrecorded_step(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an optimizer's step so that it is not recorded: while recording, some optimizers update a copy."""
 
     @functools.wraps(usual)
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,11 +106,7 @@ def _steps_count(kind: Any) -> None:
             versions.note()
             executor.set_grad_flag(was_on)
 
-    kind.__call__ = step
-
-
-_steps_count(nn.Optimizer)
-_steps_count(optim.Optimizer)
+    return step
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
