@@ -35,7 +35,7 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.rule import BoundRule
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 from hyper_parallel.platform.transform import chunk_sizes
 
 platform = get_platform()
@@ -145,7 +145,7 @@ def _cut_so(
 
 
 def taken_apart(
-    called: Called, bound: BoundRule, arguments: dict[str, Any]
+    called: OpName, bound: BoundRule, arguments: dict[str, Any]
 ) -> Run | None:
     """The way for a view that leads along the borders of sections; None for any other."""
     find, tensor = _VIEWS.get(called.name), arguments.get("input")
@@ -355,7 +355,7 @@ _VIEWS: dict[str, Callable[..., Run | None]] = {
 # --- cut as one first
 
 
-def for_any_layout(called: Called, run: Run) -> Run:
+def for_any_layout(called: OpName, run: Run) -> Run:
     """A way that knows nothing of sections, for tensors that may have some."""
     op = OPERATORS.get(called.name)
     if called.name in ANY_LAYOUT.split() or (
@@ -368,7 +368,7 @@ def for_any_layout(called: Called, run: Run) -> Run:
 class Unfused:
     """A call on tensors with each dim cut as one; what it changes in them is brought back."""
 
-    def __init__(self, called: Called, run: Run) -> None:
+    def __init__(self, called: OpName, run: Run) -> None:
         self._called, self._run = called, run
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:

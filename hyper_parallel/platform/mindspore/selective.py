@@ -29,7 +29,7 @@ from hyper_parallel.platform.containers import leaves, tree_map
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, plain_fallback
-from hyper_parallel.platform.mindspore.operators import NAMES, Operation, called
+from hyper_parallel.platform.mindspore.operators import NAMES, Operation, op_name_of
 from hyper_parallel.platform.mindspore.swap import HostCopy, memory_address
 from hyper_parallel.platform.mindspore.tensors import host_memory
 from hyper_parallel.platform.platform import CheckpointPolicy
@@ -82,7 +82,7 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
 def _listed(op: Any) -> str:
     if isinstance(op, ops.Primitive):
         return str(op.name)
-    name = op if isinstance(op, str) else called(op).name if callable(op) else None
+    name = op if isinstance(op, str) else op_name_of(op).name if callable(op) else None
     if name is None or not (
         name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))
     ):
@@ -97,7 +97,7 @@ def _listed(op: Any) -> str:
 
 def _names(op: Operation) -> set[str]:
     """The operator's own name, and what it is called whatever its form."""
-    return {op.name, called(op).name, _LAYERS.get(op.name, op.name)}
+    return {op.name, op_name_of(op).name, _LAYERS.get(op.name, op.name)}
 
 
 @functools.cache
