@@ -374,7 +374,7 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     backward for a sum in which this one takes no part. So where any rank has nothing, all ranks do this.
     """
     return (
-        platform.tied(result, operands)
+        platform.keep_in_graph(result, operands)
         if platform.is_floating_point(result)
         else result
     )

@@ -148,7 +148,7 @@ class Autograd(Tensors):
         )
 
     @abstractmethod
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
         """Adds zero-gradient edges from the result to every operand, so that all ranks run the same backward."""
 
     @abstractmethod

@@ -102,8 +102,10 @@ class Gradients(Platform):
     ) -> Any:
         return call_guarded(func, args, kwargs or {})
 
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return kernels.tied(result, [x for x in operands if self.is_recorded(x)])
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
+        return kernels.keep_in_graph(
+            result, [x for x in operands if self.is_recorded(x)]
+        )
 
     def accumulates_gradient(self, leaf: Any) -> bool:  # noqa: ARG002 - the framework does not tell who asks
         return False

@@ -390,8 +390,8 @@ class Tensors(Platform):
     def attention_by_operators(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH)
 
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return ties.tied(
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
+        return ties.keep_in_graph(
             result,
             [x for x in operands if self.is_recorded(x) and x.is_floating_point()],
         )
