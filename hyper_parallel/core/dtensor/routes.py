@@ -48,7 +48,7 @@ def local_for(
     routes, version = _remembered(tensor, local)
     if routes is None:
         route = _made(tensor, target, summed, None, implicit)
-        platform.note_alias(route, local)
+        platform.mark_alias(route, local)
         return route
     key = (tensor._layout, target, summed, graph, version)
     route = routes.get(key)

@@ -245,7 +245,7 @@ class Planned:
                 spec = spec_of(wrap(result, dtype, layout, shape, None))
             made = wrap(result, dtype, layout, shape, spec)
             if tells:
-                platform.note_alias(result, first._local)
+                platform.mark_alias(result, first._local)
             if view and first._copy_of is not None:
                 made._copy_of = first._copy_of
             return made
@@ -291,7 +291,7 @@ class Planned:
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
             for one in made:
-                platform.note_alias(one._local, tensors[0]._local)
+                platform.mark_alias(one._local, tensors[0]._local)
                 one._copy_of = self._copy_of or tensors[0]._copy_of
         if self._single:
             return made[0]

@@ -363,10 +363,10 @@ class Tensors(Platform):
     def note_change(self, tensor: Any) -> None:
         versions.note_change_of(tensor)
 
-    def note_shown(self, tensor: Any) -> None:
+    def mark_escaped(self, tensor: Any) -> None:
         versions.show(tensor)
 
-    def note_alias(self, tensor: Any, source: Any) -> None:
+    def mark_alias(self, tensor: Any, source: Any) -> None:
         versions.show_with(tensor, source)
 
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
