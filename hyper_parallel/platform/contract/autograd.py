@@ -109,7 +109,7 @@ class Autograd(Tensors):
     def _root(self, output: Any, gradient: Any) -> tuple[Any, Any]:
         """Returns the plain tensor that backward starts from, and its gradient."""
         if isinstance(output, self.DTensorBase):
-            root: tuple[Any, Any] = output.current()._seed(gradient)
+            root: tuple[Any, Any] = output.current()._backward_root(gradient)
             return root
         return output, self.full_like(output, 1) if gradient is None else gradient
 

@@ -200,7 +200,7 @@ class DTensorBase(Tensor):
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
 
-    def _seed(self, gradient: Any) -> tuple[Any, Any]:
+    def _backward_root(self, gradient: Any) -> tuple[Any, Any]:
         """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
         waits = any(op not in (None, "sum") for op in self._layout.partial)
         target = self.reduce_partial() if waits else self
