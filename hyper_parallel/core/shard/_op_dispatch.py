@@ -435,6 +435,6 @@ def _routes(operands: Sequence[Any], made: OpPlan) -> Iterator[Any]:
 _OP_DISPATCHER = Dispatcher()
 ON_CHANGE.append(_OP_DISPATCHER.forget)
 if fast is not None:
-    DTensor.take_short_way(
+    DTensor.install_fast_dispatch(
         functools.partial(fast.Dispatch, plans=_OP_DISPATCHER._plans, modes=MODES)
     )

@@ -76,7 +76,7 @@ class DTensorBase(Tensor):
         return wrapper
 
     @classmethod
-    def take_short_way(cls, make: Callable[..., Any]) -> None:
+    def install_fast_dispatch(cls, make: Callable[..., Any]) -> None:
         """The compiled dispatch knows the other framework alone."""
 
     answers_for_plain = (

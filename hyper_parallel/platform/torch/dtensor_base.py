@@ -82,7 +82,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         return wrapper
 
     @classmethod
-    def take_short_way(cls, make: Callable[..., Any]) -> None:
+    def install_fast_dispatch(cls, make: Callable[..., Any]) -> None:
         """Has operators go the way that ``make`` gives, which leaves to the usual one what it does not know."""
         way = make(
             cls=cls,
