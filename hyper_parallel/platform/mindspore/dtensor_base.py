@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspore import Tensor, mint
+from mindspore import Tensor, ops
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private, versions
@@ -205,7 +205,7 @@ class DTensorBase(Tensor):
         waits = any(op not in (None, "sum") for op in self._layout.partial)
         target = self.reduce_partial() if waits else self
         if gradient is None:
-            return target._local, mint.ones_like(target._local)
+            return target._local, ops.ones_like(target._local)
         if isinstance(gradient, DTensorBase):
             return target._local, target.gradient_of_shard(gradient)
         if gradient.ndim:
