@@ -57,7 +57,7 @@ LONGEST_FIRST = [  # by the time they take, largest first: what is not here take
     "rules/test_writes.py",
     "frameworks/test_train_recipe.py",
     "distributed/test_warm_path.py",
-    "backend/test_meeting_mindspore.py",
+    "backend/test_store_collectives_mindspore.py",
     "distributed/test_checkpoint_kills.py",
     "distributed/test_recurrent.py",
     "rules/test_controls.py",

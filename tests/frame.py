@@ -81,7 +81,7 @@ def run_backward(outputs, gradients=None, keep=False):
 
 def backward(outputs, weights):
     """Backward of the sum of ``output * weight`` over all pairs."""
-    run_backward(
+    platform.backward(
         list(outputs),
         [
             tensor(weight).to(out.dtype)

@@ -59,7 +59,7 @@ INTERNAL = {
         "is_parameter",
         "lost_its_graph",
         "of_plain",
-        "take_short_way",
+        "install_fast_dispatch",
         "wrapped",
     }
 }

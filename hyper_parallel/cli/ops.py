@@ -171,7 +171,7 @@ def _canonical(asked: str, operators: Mapping[str, Operator]) -> str:
         if name in operators:
             return name
     try:
-        name = platform.called(platform.operator(last)).name
+        name = platform.op_name_of(platform.operator(last)).name
     except (AttributeError, KeyError, TypeError):
         name = ""
     if name in operators:
@@ -225,7 +225,7 @@ def _spelled(name: str) -> list[str]:
     found = []
     for method in dir(platform.Tensor):
         try:
-            if platform.called(getattr(platform.Tensor, method)).name == name:
+            if platform.op_name_of(getattr(platform.Tensor, method)).name == name:
                 found.append(f"Tensor.{method}")
         except (AttributeError, KeyError, TypeError, ValueError):
             continue  # no operator

@@ -11,7 +11,7 @@ INSTALLED: dict[tuple[Any, str], Patch] = {}
 
 
 class Patch(NamedTuple):
-    """One replaced attribute of a module or class; ``replace`` maps the original to its replacement."""
+    """One replaced attribute of a module or class; ``replace`` maps the original, or None, to its replacement."""
 
     owner: Any
     attribute: str
@@ -22,6 +22,6 @@ class Patch(NamedTuple):
         """Replaces the attribute, once per process."""
         key = (self.owner, self.attribute)
         if key not in INSTALLED:
-            original = getattr(self.owner, self.attribute)
+            original = getattr(self.owner, self.attribute, None)
             setattr(self.owner, self.attribute, self.replace(original))
             INSTALLED[key] = self

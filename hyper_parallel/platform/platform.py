@@ -29,7 +29,7 @@ from hyper_parallel.platform.contract.memory import Memory
 from hyper_parallel.platform.contract.modules import Modules, Projection
 from hyper_parallel.platform.contract.native import Native, NativeMesh, NativeTensor
 from hyper_parallel.platform.contract.ranks import EXISTING_COMM_GROUPS
-from hyper_parallel.platform.contract.tensors import Called, Tensors
+from hyper_parallel.platform.contract.tensors import OpName, Tensors
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.order import HYPER_PARALLEL_CHECK_ORDER
 
@@ -41,10 +41,10 @@ __all__ = [
     "HYPER_PARALLEL_PLATFORM_MINDSPORE",
     "HYPER_PARALLEL_PLATFORM_TORCH",
     "REDUCE_OPS",
-    "Called",
     "CheckpointPolicy",
     "NativeMesh",
     "NativeTensor",
+    "OpName",
     "P2POp",
     "Platform",
     "PlatformType",

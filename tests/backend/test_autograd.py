@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from frame import tensor
 
-from hyper_parallel import get_platform
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    get_platform,
+    init_device_mesh,
+)
+from hyper_parallel.testing import on_ranks
 
 
 @pytest.fixture
@@ -134,3 +141,23 @@ def test_the_gradient_of_a_leaf(platform):
         out = x * 3.0
     platform.backward([out], [tensor([1.0, 2.0])])
     assert platform.gradient_of(x).tolist() == [3.0, 6.0]
+
+
+@on_ranks(2)
+def test_backward_from_distributed_outputs():
+    platform = get_platform()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    shard, seed = frame.leaf([1.0, 2.0]), frame.tensor([1.0, 10.0])
+    with platform.tape():
+        x = DTensor.from_local(shard, mesh, [Shard(0)])
+        square, total = x * x, x.sum()  # the sum is pending
+    gradient = DTensor.from_local(seed, mesh, [Shard(0)])
+    platform.backward([square, total], [gradient, None])
+    assert frame.grad(shard).tolist() == [3.0, 41.0]
+    with platform.tape():
+        again = x * 2.0
+    with pytest.raises(TypeError, match="HP227"):
+        platform.backward([again], [frame.tensor(np.ones(4))])
+    whole = DTensor.from_local(frame.tensor(np.ones(4)), mesh, [Replicate()])
+    platform.backward([again], [whole])
+    assert frame.grad(shard).tolist() == [5.0, 43.0]

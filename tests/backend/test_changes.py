@@ -163,8 +163,8 @@ def test_of_what_others_have_no_version_is_known_where_nobody_counts():
     _, x = cut()
     result, alias = x._local, (x * 1)._local
     assert platform.version_of(result) is not None
-    platform.note_shown(result)
-    platform.note_alias(alias, result)
+    platform.mark_escaped(result)
+    platform.mark_alias(alias, result)
     known = platform.counts_changes
     assert [platform.version_of(one) is not None for one in (result, alias)] == [
         known,

@@ -106,7 +106,7 @@ def test_split_group():
 @on_ranks(2)
 def test_groups_of_the_user_and_objects_that_have_a_group():
     platform = get_platform()
-    # MindSpore's own groups exist under msrun alone, and are made by test_meeting_mindspore.py.
+    # MindSpore's own groups exist under msrun alone, and are made by test_store_collectives_mindspore.py.
     group = (
         torch.distributed.new_group([0, 1])
         if frame.IS_TORCH

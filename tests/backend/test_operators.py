@@ -26,7 +26,10 @@ platform = get_platform()
 def test_names_lead_to_functions_and_back(name, arguments, expected):
     function = platform.operator(name)
     assert platform.get_op_name(function) == name
-    assert (platform.called(function).name, platform.called(function).inplace) == (
+    assert (
+        platform.op_name_of(function).name,
+        platform.op_name_of(function).inplace,
+    ) == (
         name,
         False,
     )
@@ -44,7 +47,7 @@ def test_names_that_are_none():
 
 
 def test_keywords_by_the_rules_names():
-    assert platform.named({"axis": 1, "alpha": 2}) == {"dim": 1, "alpha": 2}
+    assert platform.canonical_kwargs({"axis": 1, "alpha": 2}) == {"dim": 1, "alpha": 2}
 
 
 def test_gradients_of_a_function():

@@ -39,15 +39,15 @@ platform = get_platform()
     ],
 )
 def test_functions_have_one_name(function, name, inplace):
-    found = platform.called(function)
+    found = platform.op_name_of(function)
     assert (found.name, found.inplace) == (name, inplace)
 
 
 def test_parameters_have_one_name():
-    assert platform.called(F.softmax).parameters[:2] == ("input", "dim")
-    assert platform.called(torch.split).parameters == ("input", "split_size", "dim")
-    assert platform.called(torch.add).parameters is None
-    assert platform.named({"axis": 1, "keepdims": True, "other": 2}) == {
+    assert platform.op_name_of(F.softmax).parameters[:2] == ("input", "dim")
+    assert platform.op_name_of(torch.split).parameters == ("input", "split_size", "dim")
+    assert platform.op_name_of(torch.add).parameters is None
+    assert platform.canonical_kwargs({"axis": 1, "keepdims": True, "other": 2}) == {
         "dim": 1,
         "keepdim": True,
         "other": 2,

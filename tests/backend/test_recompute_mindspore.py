@@ -8,7 +8,7 @@ import pytest
 from mindspore import nn, ops
 
 from hyper_parallel import get_platform
-from hyper_parallel.platform.mindspore import randomness
+from hyper_parallel.platform.mindspore.cpu import randomness
 
 platform = get_platform()
 

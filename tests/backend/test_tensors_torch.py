@@ -45,7 +45,7 @@ class Asked(torch.autograd.Function):
     def backward(ctx, grad):
         platform = get_platform()
         ctx.told.append(
-            (platform.accumulates_gradient(ctx.leaf), platform.backward_number())
+            (platform.can_defer_gradient(ctx.leaf), platform.backward_number())
         )
         platform.after_backward(lambda: ctx.told.append("after"))
         return grad, None

@@ -22,7 +22,7 @@ from hyper_parallel import (
 from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.shard.ops import OPERATORS
 from hyper_parallel.core.shard.ops.foreach import OTHERS, UNARY
-from hyper_parallel.platform.torch.operators import _FILLS, called
+from hyper_parallel.platform.torch.operators import _FILLS, op_name_of
 from hyper_parallel.testing import on_ranks, run_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -147,7 +147,7 @@ def sweep_in_place(part, parts):
         if op.inplace_variant is not None and torch.float64 in op.dtypes
     ]
     for number, op in enumerate(known[part::parts]):
-        name = called(op.inplace_variant).name
+        name = op_name_of(op.inplace_variant).name
         if (
             name not in OPERATORS or name in _FILLS
         ):  # what draws numbers has tests of its own
@@ -333,7 +333,7 @@ def outcome_on_lists(kind, mesh, function, call, what):
     same_lists(
         [t for line in mine for t in line], [t for line in plain for t in line], what
     )
-    if not called(function).inplace:
+    if not op_name_of(function).inplace:
         same_lists(found, true, what)
     return "right"
 

@@ -24,8 +24,9 @@ def attributes():
                 found[owner, name] = value
     return found
 
-def belongs(kind):
-    return str(kind.__module__).split(".")[0] in ({framework!r}, "_torch", "mindspore")
+def belongs(owner):
+    name = owner.__name__ if inspect.ismodule(owner) else str(getattr(owner, "__module__", ""))
+    return name.split(".")[0] == {framework!r}
 
 def label(owner, name):
     place = owner.__name__ if inspect.ismodule(owner) else f"{{owner.__module__}}.{{owner.__qualname__}}"
@@ -42,11 +43,12 @@ changed = {{
     if (first[key] is not value if key in first else key[0] in owners and inspect.isclass(key[0]))
 }}
 from hyper_parallel.platform.patching import INSTALLED
-listed = {{label(*key) for key in INSTALLED}}
+listed = {{label(*key) for key in INSTALLED if belongs(key[0])}}
 print(json.dumps([sorted(changed), sorted(listed)]))
 """
 LOADS = {
     "torch": "import torch, torch.distributed, torch.masked, torch.testing, torch.utils.checkpoint",
+    "mindspore": "import mindspore, mindspore.mint, mindspore.nn, mindspore.ops, mindspore.experimental.optim",
 }
 
 
@@ -63,9 +65,10 @@ def replaced(framework, between=""):
         capture_output=True,
         text=True,
         timeout=300,
-        check=True,
+        check=False,
         env=environment,
     )
+    assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 

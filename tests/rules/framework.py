@@ -47,7 +47,7 @@ if IS_TORCH:
         return next(
             one
             for one in found
-            if callable(one) and get_platform().called(one).name == name
+            if callable(one) and get_platform().op_name_of(one).name == name
         )
 
     def has_operator(name):

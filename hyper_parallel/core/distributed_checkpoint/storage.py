@@ -43,7 +43,7 @@ class StorageWriter(ABC):
 
     @abstractmethod
     def configure_writer(self, is_coordinator: bool) -> None:
-        """Called on every rank before anything is planned; one of them is the coordinator."""
+        """OpName on every rank before anything is planned; one of them is the coordinator."""
 
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         """May change what this rank would write."""
@@ -79,7 +79,7 @@ class StorageReader(ABC):
         """All of the checkpoint but its data."""
 
     def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: B027 - nothing to prepare
-        """Called on every rank before anything is planned."""
+        """OpName on every rank before anything is planned."""
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """May change what this rank reads."""

@@ -251,7 +251,7 @@ def _back(grad: Any, forward: _Way) -> Any:
     way, factor, counts = _backward_way(forward)
     if not counts:
         platform = get_platform()
-        grad = platform.tied(platform.full_like(grad, 0), [grad])
+        grad = platform.keep_in_graph(platform.full_like(grad, 0), [grad])
     back = redistribute(
         grad,
         way.source,

@@ -111,7 +111,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         spec_of(made)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
         made._is_plain = True
-        platform.note_shown(local)
+        platform.mark_escaped(local)
         return made
 
     @classmethod
@@ -414,7 +414,7 @@ def distribute_tensor(
     shard = redistribute(platform.detach(tensor), whole, layout, tuple(tensor.shape))
     shard = platform.clone(shard) if layout is whole else shard
     shard = platform.in_memory_format_of(tensor, shard)
-    platform.note_shown(shard)  # it may be a part of the user's tensor
+    platform.mark_escaped(shard)  # it may be a part of the user's tensor
     return DTensor(
         platform.set_requires_grad(shard, requires_grad), layout, tensor.shape
     )

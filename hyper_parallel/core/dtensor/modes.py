@@ -82,7 +82,7 @@ class SkipDTensorDispatch:
     def __init__(self, no_skip: Iterable[Any] | None = None) -> None:
         platform = get_platform()
         names = (
-            name if isinstance(name, str) else platform.called(name).name
+            name if isinstance(name, str) else platform.op_name_of(name).name
             for name in no_skip or ()
         )
         self._no_skip = frozenset(names)

@@ -17,8 +17,8 @@ from hyper_parallel.core.dtensor.collectives import (
     is_nonlinear,
     redistribute,
 )
-from hyper_parallel.core.dtensor.reducer import reduce_later
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.reducer import reduce_later
 from hyper_parallel.core.dtensor.spec import waits_for_value
 from hyper_parallel.platform import get_platform
 
@@ -48,7 +48,7 @@ def local_for(
     routes, version = _remembered(tensor, local)
     if routes is None:
         route = _made(tensor, target, summed, None, implicit)
-        platform.note_alias(route, local)
+        platform.mark_alias(route, local)
         return route
     key = (tensor._layout, target, summed, graph, version)
     route = routes.get(key)

@@ -62,7 +62,7 @@ from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
 from hyper_parallel.platform.error_codes import coded, prefixed
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
 
@@ -84,12 +84,12 @@ class Dispatcher:
         func: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        called: Called | None = None,
+        called: OpName | None = None,
     ) -> Any:
         """``func(*args, **kwargs)``, with distributed tensors among the arguments."""
         if (
             MODES.skip is not None
-            and (called or platform.called(func)).name not in MODES.skip
+            and (called or platform.op_name_of(func)).name not in MODES.skip
         ):
             return on_shards(func, args, kwargs)
         key: list[Any] = [func]
@@ -109,16 +109,18 @@ class Dispatcher:
                 key += kwargs
                 describe(kwargs.values(), key, tensors)
         except PlainTensorError:
-            return self._with_plain(func, args, kwargs, called or platform.called(func))
+            return self._with_plain(
+                func, args, kwargs, called or platform.op_name_of(func)
+            )
         try:
             run = self._plans.get(tuple(key))
         except TypeError:  # an argument that cannot be a key, such as an array
             run = self._plan(
-                func, called or platform.called(func), tensors, args, kwargs
+                func, called or platform.op_name_of(func), tensors, args, kwargs
             )
         if run is None:
             run = self._plan(
-                func, called or platform.called(func), tensors, args, kwargs
+                func, called or platform.op_name_of(func), tensors, args, kwargs
             )
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
@@ -152,14 +154,14 @@ class Dispatcher:
                 found = self.dispatch(func, args, kwargs, called)
                 return found[number] if several else found
 
-            name = (called or platform.called(func)).name
+            name = (called or platform.op_name_of(func)).name
             op = OPERATORS.get(name)
             remember_base(
                 one, tensors[0], name, again, is_view=op is None or op.view is True
             )
 
     def _with_plain(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: Called
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], called: OpName
     ) -> Any:
         """The call, where plain tensors are among the arguments too."""
         op = OPERATORS.get(called.name)
@@ -177,7 +179,7 @@ class Dispatcher:
         placed = (
             {}
             if op is None or place is None
-            else place(**op.arguments(called, args, platform.named(kwargs)))
+            else place(**op.arguments(called, args, platform.canonical_kwargs(kwargs)))
         )
         args, kwargs = distributed(
             called.name, args, kwargs, op is not None and op.zeros, placed
@@ -191,7 +193,7 @@ class Dispatcher:
     def _plan(
         self,
         func: Any,
-        called: Called,
+        called: OpName,
         tensors: Sequence[DTensor],
         args: Any,
         kwargs: Any,
@@ -233,7 +235,7 @@ class Dispatcher:
     def _before_rules(
         self,
         func: Any,
-        called: Called,
+        called: OpName,
         op: Operator | None,
         tensors: Sequence[DTensor],
         inplace: bool,
@@ -253,14 +255,14 @@ class Dispatcher:
     def _ruled(
         self,
         func: Any,
-        called: Called,
+        called: OpName,
         op: Operator,
         tensors: Sequence[DTensor],
         args: Any,
         kwargs: Any,
         inplace: bool,
     ) -> Run:
-        arguments = op.arguments(called, args, platform.named(kwargs))
+        arguments = op.arguments(called, args, platform.canonical_kwargs(kwargs))
         ruled = op.rule if isinstance(op.rule, Rule) else op.rule(**arguments)  # type: ignore[misc]
         if callable(ruled):
             self._planned(called, "by other operators")
@@ -308,7 +310,7 @@ class Dispatcher:
             bound.rule.finite,
         ).run
 
-    def _planned(self, called: Called, way: str) -> None:
+    def _planned(self, called: OpName, way: str) -> None:
         if self.on_plan is not None:
             self.on_plan(called.name, way)
 
@@ -330,7 +332,7 @@ class Dispatcher:
 
 
 def bound_call(
-    op: Operator, called: Called, arguments: dict[str, Any], ruled: Any
+    op: Operator, called: OpName, arguments: dict[str, Any], ruled: Any
 ) -> tuple[BoundRule, list[Any]]:
     """The rule, bound to this call, and its operands: a DTensor, a list of them, or None."""
     if ruled is None:
@@ -425,6 +427,6 @@ def _routes(operands: Sequence[Any], made: OpPlan) -> Iterator[Any]:
 _OP_DISPATCHER = Dispatcher()
 ON_CHANGE.append(_OP_DISPATCHER.forget)
 if fast is not None:
-    DTensor.take_short_way(
+    DTensor.install_fast_dispatch(
         functools.partial(fast.Dispatch, plans=_OP_DISPATCHER._plans, modes=MODES)
     )

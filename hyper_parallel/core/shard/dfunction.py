@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
 
@@ -57,5 +57,5 @@ class DFunction(platform.Function):  # type: ignore[misc, name-defined]
                 "it to the name of a DistributedOp that says what happens to their layouts",
             )
         return _OP_DISPATCHER.dispatch(
-            super().apply, args, kwargs, Called(cls._op_name, False, None)
+            super().apply, args, kwargs, OpName(cls._op_name, False, None)
         )

@@ -37,7 +37,7 @@ from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
 HYPER_PARALLEL_PURE_PYTHON = "HYPER_PARALLEL_PURE_PYTHON"
@@ -74,7 +74,7 @@ class Planned:
     def __init__(
         self,
         func: Any,
-        called: Called,
+        called: OpName,
         op: Operator,
         made: OpPlan,
         here: ShardContext | None,
@@ -123,7 +123,9 @@ class Planned:
         if self._here is not None and self._op.ready is not None:
             ready = self._op.ready(
                 self._here,
-                **self._op.arguments(self._called, args, platform.named(kwargs)),
+                **self._op.arguments(
+                    self._called, args, platform.canonical_kwargs(kwargs)
+                ),
             )
         at = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
         by_name = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
@@ -248,7 +250,7 @@ class Planned:
                 spec = spec_of(wrap(result, dtype, layout, shape, None))
             made = wrap(result, dtype, layout, shape, spec)
             if tells:
-                platform.note_alias(result, first._local)
+                platform.mark_alias(result, first._local)
             if view and first._copy_of is not None:
                 made._copy_of = first._copy_of
             return made
@@ -269,7 +271,9 @@ class Planned:
         )
         func, given = self._func, args
         if self._here is not None:
-            kwargs = self._op.arguments(self._called, args, platform.named(kwargs))
+            kwargs = self._op.arguments(
+                self._called, args, platform.canonical_kwargs(kwargs)
+            )
             func, given = cast(Any, self._op.local), (self._here,)
         result = (
             self._call_where_empty(func, given, kwargs)
@@ -292,7 +296,7 @@ class Planned:
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
             for one in made:
-                platform.note_alias(one._local, tensors[0]._local)
+                platform.mark_alias(one._local, tensors[0]._local)
                 one._copy_of = self._copy_of or tensors[0]._copy_of
         if self._single:
             return made[0]
@@ -337,7 +341,7 @@ class Planned:
         return DTensor(local, self._layouts[number], self._shapes[number])
 
 
-def _takes_elements(called: Called, args: Any) -> bool:
+def _takes_elements(called: OpName, args: Any) -> bool:
     """Whether an index picks elements one by one, which gives a copy on one device too."""
     if called.name != "getitem" or len(args) < 2:
         return False
@@ -375,7 +379,7 @@ def _tied(result: Any, operands: Sequence[Any]) -> Any:
     backward for a sum in which this one takes no part. So where any rank has nothing, all ranks do this.
     """
     return (
-        platform.tied(result, operands)
+        platform.keep_in_graph(result, operands)
         if platform.is_floating_point(result)
         else result
     )
@@ -389,13 +393,15 @@ class Handled:
     """A call that a function of the table does by itself, by other operators."""
 
     def __init__(
-        self, op: Operator, called: Called, handler: Callable[..., Any]
+        self, op: Operator, called: OpName, handler: Callable[..., Any]
     ) -> None:
         self._op, self._called, self._handler = op, called, handler
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
-        arguments = self._op.arguments(self._called, args, platform.named(kwargs))
+        arguments = self._op.arguments(
+            self._called, args, platform.canonical_kwargs(kwargs)
+        )
         if not self._called.inplace and kwargs.get("inplace") is not True:
             return self._handler(**arguments)
         refuse_copy(self._called.name, tensors[0])
@@ -418,7 +424,7 @@ class Whole:
     """A call without a rule: on whole tensors, on every rank."""
 
     def __init__(
-        self, func: Any, called: Called, mesh: Any, inplace: bool, scalars: bool
+        self, func: Any, called: OpName, mesh: Any, inplace: bool, scalars: bool
     ) -> None:
         self._func, self._called, self._mesh, self._inplace, self._scalars = (
             func,
@@ -487,14 +493,14 @@ def _fingerprint(whole: Any) -> int | None:
 class Back:
     """An in-place call that must move its target: computed beside it, and copied back into its layout."""
 
-    def __init__(self, dispatch: Callable[..., Any], called: Called) -> None:
+    def __init__(self, dispatch: Callable[..., Any], called: OpName) -> None:
         self._dispatch, self._called = dispatch, called
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
         refuse_copy(self._called.name, tensors[0])
         func = platform.operator(self._called.name)
-        if platform.called(func).inplace:
+        if platform.op_name_of(func).inplace:
             raise coded(
                 OperatorError,
                 "HP310",
@@ -512,7 +518,7 @@ class Reduced:
         self,
         dispatch: Callable[..., Any],
         func: Any,
-        called: Called,
+        called: OpName,
         inplace: bool,
         *,
         of_all: bool = False,
@@ -603,7 +609,7 @@ def _may_meet_infinity(tensors: Sequence[DTensor], arguments: Sequence[Any]) -> 
     return any(bool(platform.operator("isinf")(shard).any()) for shard in others)
 
 
-def _is_view(called: Called) -> bool:
+def _is_view(called: OpName) -> bool:
     op = OPERATORS.get(called.name)
     return op is not None and bool(op.view)
 
@@ -611,7 +617,7 @@ def _is_view(called: Called) -> bool:
 class Into:
     """A call with ``out=``: the result goes into that tensor, in its layout."""
 
-    def __init__(self, dispatch: Callable[..., Any], func: Any, called: Called) -> None:
+    def __init__(self, dispatch: Callable[..., Any], func: Any, called: OpName) -> None:
         self._dispatch, self._func, self._called = dispatch, func, called
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - as every other way

@@ -32,7 +32,7 @@ from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import OpPlan
 from hyper_parallel.core.shard.rule import BoundRule
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
 
@@ -125,7 +125,7 @@ def _place(tensors: Any, layouts: Any, plan: OpPlan, kept: dict[str, Shard]) -> 
 # --- redistributed first
 
 
-def accept_irregular(called: Called, run: Run, tensors: Sequence[DTensor]) -> Run:
+def accept_irregular(called: OpName, run: Run, tensors: Sequence[DTensor]) -> Run:
     """A way to run a call that may only know chunked dims, for these tensors."""
     if all(tensor._layout.is_regular for tensor in tensors):
         return run
@@ -138,7 +138,7 @@ def accept_irregular(called: Called, run: Run, tensors: Sequence[DTensor]) -> Ru
 class OnRegular:
     """A call on tensors redistributed to chunks; what it changes in them is brought back."""
 
-    def __init__(self, called: Called, run: Run) -> None:
+    def __init__(self, called: OpName, run: Run) -> None:
         self._called, self._run = called, run
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:

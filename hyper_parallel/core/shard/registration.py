@@ -45,7 +45,7 @@ def register_sharding(op: Any) -> Callable[[Shardings], Shardings]:
 
     def register(shardings: Shardings) -> Shardings:
         for one in op if isinstance(op, (list, tuple)) else [op]:
-            called = platform.called(one)
+            called = platform.op_name_of(one)
             if called.inplace:
                 raise coded(
                     ValueError,

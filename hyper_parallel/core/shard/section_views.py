@@ -23,13 +23,13 @@ from hyper_parallel.core.shard.execution import Run
 from hyper_parallel.core.shard.ops.indexing import ALL, spread
 from hyper_parallel.core.shard.rule import BoundRule
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
 
 
 def find_section_view(
-    called: Called, bound: BoundRule, arguments: dict[str, Any]
+    called: OpName, bound: BoundRule, arguments: dict[str, Any]
 ) -> Run | None:
     """How to run a view along the borders of sections; None for any other call."""
     find, tensor = _VIEWS.get(called.name), arguments.get("input")

@@ -109,7 +109,7 @@ class Autograd(Tensors):
     def _root(self, output: Any, gradient: Any) -> tuple[Any, Any]:
         """Returns the plain tensor that backward starts from, and its gradient."""
         if isinstance(output, self.DTensorBase):
-            root: tuple[Any, Any] = output.current()._seed(gradient)
+            root: tuple[Any, Any] = output.current()._backward_root(gradient)
             return root
         return output, self.full_like(output, 1) if gradient is None else gradient
 
@@ -148,12 +148,22 @@ class Autograd(Tensors):
         )
 
     @abstractmethod
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
         """Adds zero-gradient edges from the result to every operand, so that all ranks run the same backward."""
 
     @abstractmethod
-    def accumulates_gradient(self, leaf: Any) -> bool:
-        """Returns whether the running backward only accumulates into the leaf's gradient, unseen by any hook."""
+    def can_defer_gradient(self, leaf: Any) -> bool:
+        """Returns whether a leaf's gradient may be completed when the running backward ends, unseen by any hook."""
+
+    @abstractmethod
+    def defer_gradient(
+        self, leaf: Any, part: Any, sum_now: Callable[[], Any]
+    ) -> tuple[Any, Callable[[Any], None]]:
+        """Promises a leaf's gradient for the end of the running backward.
+
+        Returns what an autograd function returns for the leaf now, and a function that takes the gradient later.
+        ``part`` is what the leaf would get at once; ``sum_now()`` gives the gradient to whoever cannot wait.
+        """
 
     @abstractmethod
     def gradient_of(self, leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 class Memory(ABC):
     """The memory behind tensors, and tensors without any."""
 
-    # Whether ``version_of`` notices every modification; if not, ``note_shown`` and ``note_alias`` are called.
+    # Whether ``version_of`` notices every modification; if not, ``mark_escaped`` and ``mark_alias`` are called.
     counts_changes = True
 
     @abstractmethod
@@ -50,10 +50,10 @@ class Memory(ABC):
     def note_change(self, tensor: Any) -> None:
         """Counts a modification that the framework could not see, so that ``version_of`` changes."""
 
-    def note_shown(self, tensor: Any) -> None:  # noqa: B027 - a framework that counts need not know
+    def mark_escaped(self, tensor: Any) -> None:  # noqa: B027 - a framework that counts need not know
         """Records that the user holds the tensor or an alias of it, and may modify it unseen."""
 
-    def note_alias(self, tensor: Any, source: Any) -> None:  # noqa: B027 - a framework that counts need not know
+    def mark_alias(self, tensor: Any, source: Any) -> None:  # noqa: B027 - a framework that counts need not know
         """Records that a tensor may share memory with another one."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from hyper_parallel.platform.error_codes import coded
 _DTYPE_KINDS = ("bool", "complex", "float", "uint", "int")
 
 
-class Called(NamedTuple):
+class OpName(NamedTuple):
     """The name of a called operator, whether it is in place, and the names of its positional parameters."""
 
     name: str
@@ -41,11 +41,11 @@ class Tensors(ABC):
     tensor_dtype: Any
 
     @abstractmethod
-    def called(self, func: Any) -> Called:
+    def op_name_of(self, func: Any) -> OpName:
         """Returns an operator's name in the rules and the names of its positional parameters."""
 
     @abstractmethod
-    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def canonical_kwargs(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Renames keyword arguments to the names that the rules use."""
 
     @abstractmethod

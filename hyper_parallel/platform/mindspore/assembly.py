@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
-from hyper_parallel.platform.mindspore import tensors
+from hyper_parallel.platform.mindspore import patches, tensors
 from hyper_parallel.platform.mindspore.deferred_init import DeferredInit
 from hyper_parallel.platform.mindspore.differentiable import Differentiable
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
@@ -20,6 +20,8 @@ from hyper_parallel.platform.mindspore.operators import Operators
 from hyper_parallel.platform.mindspore.recompute import Recompute
 from hyper_parallel.platform.mindspore.training import Training
 from hyper_parallel.platform.platform import PlatformType
+
+patches.install()
 
 
 class MindSporePlatform(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain collectives on MindSpore: native on Ascend, and on a CPU from notes that the ranks exchange (`meeting`)."""
+"""Plain collectives on MindSpore: native on Ascend, and on a CPU by way of the job's store (`store_collectives`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import hccl
 from hyper_parallel.platform.mindspore.groups import Groups
-from hyper_parallel.platform.mindspore.meeting import Group, Job, Meeting, Post, issued
+from hyper_parallel.platform.mindspore.store_collectives import (
+    Group,
+    Job,
+    Meeting,
+    Post,
+    issued,
+)
 from hyper_parallel.platform.order import parted
 from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
 

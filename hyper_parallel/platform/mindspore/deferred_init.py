@@ -23,7 +23,7 @@ from mindspore.nn.cell import register_cell_buffer_registration_hook
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import deferred
+from hyper_parallel.platform.mindspore import deferred_tensor
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.tensors import device_name
 from hyper_parallel.platform.platform import Platform
@@ -112,8 +112,8 @@ class DeferredInit(Platform):
             assert draw is not None  # checked before anything was begun
             self.update_param_data(tensor, draw())
 
-    def _draw_of(self, parameter: Any) -> deferred.Draw | None:
-        return deferred.draw_of(self._shard(parameter))
+    def _draw_of(self, parameter: Any) -> deferred_tensor.Draw | None:
+        return deferred_tensor.draw_of(self._shard(parameter))
 
     def _shard(self, parameter: Any) -> Any:
         return (
@@ -155,7 +155,9 @@ def _buffer_on_meta(_cell: Any, _name: str, buffer: Any) -> Any:
         and not buffer.is_meta
     )
     return (
-        deferred.tensor(buffer.shape, buffer.dtype, lambda: buffer) if is_real else None
+        deferred_tensor.tensor(buffer.shape, buffer.dtype, lambda: buffer)
+        if is_real
+        else None
     )
 
 
@@ -163,8 +165,8 @@ def _defer(parameter: Any) -> None:
     source, parameter.init_mode = parameter.init_mode, None
     state = np.random.get_state()
     _pass_by(source)
-    parameter.set_data(deferred.tensor(source.shape, source.dtype, None))
-    deferred.remember(parameter, lambda: _drawn(source, state))
+    parameter.set_data(deferred_tensor.tensor(source.shape, source.dtype, None))
+    deferred_tensor.remember(parameter, lambda: _drawn(source, state))
 
 
 def _pass_by(source: Any) -> None:

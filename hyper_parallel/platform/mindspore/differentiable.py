@@ -35,8 +35,8 @@ from hyper_parallel.platform.mindspore.collectives import (
     check_reducible,
     check_tensor,
 )
-from hyper_parallel.platform.mindspore.empty import has_gradient
-from hyper_parallel.platform.mindspore.meeting import Group
+from hyper_parallel.platform.mindspore.cpu.empty_shards.kernels import has_gradient
+from hyper_parallel.platform.mindspore.store_collectives import Group
 from hyper_parallel.platform.transform import chunk_sizes
 
 Function: Any = private.function()

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspore import Tensor, mint
+from mindspore import Tensor, ops
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import changes, private
+from hyper_parallel.platform.mindspore import private, versions
+from hyper_parallel.platform.mindspore.cpu.op_adapters import adapter_for
 from hyper_parallel.platform.mindspore.operators import function, operation
-from hyper_parallel.platform.mindspore.rewritten import rewritten
 
 _Base = private.base_tensor()
 _OWN = ("_local", "_layout", "_whole", "_spec", "_routes", "_origin")
@@ -76,7 +76,7 @@ class DTensorBase(Tensor):
         return wrapper
 
     @classmethod
-    def take_short_way(cls, make: Callable[..., Any]) -> None:
+    def install_fast_dispatch(cls, make: Callable[..., Any]) -> None:
         """The compiled dispatch knows the other framework alone."""
 
     answers_for_plain = (
@@ -92,8 +92,8 @@ class DTensorBase(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         found, given, named = operation(func, args, kwargs)
-        changes.note_operator(found)
-        instead = rewritten(found)
+        versions.note_operator(found)
+        instead = adapter_for(found)
         if instead is not None:
             return instead(*given, **named)
         return type(self).dispatch(found, given, named)
@@ -123,7 +123,7 @@ class DTensorBase(Tensor):
         local = data._local if isinstance(data, DTensorBase) else data
         if tuple(local.shape) != self.local_shape and tuple(local.shape) == self._whole:
             local = self._layout.part_of(local).copy()
-        changes.note()
+        versions.note()
         self._local.data = local
         _Base.data.__set__(self, local)
         return self
@@ -200,12 +200,12 @@ class DTensorBase(Tensor):
     def keep_gradient_of(self, leaf: Any) -> None:
         """Nothing to do: MindSpore returns gradients, and tensors have none."""
 
-    def _seed(self, gradient: Any) -> tuple[Any, Any]:
+    def _backward_root(self, gradient: Any) -> tuple[Any, Any]:
         """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
         waits = any(op not in (None, "sum") for op in self._layout.partial)
         target = self.reduce_partial() if waits else self
         if gradient is None:
-            return target._local, mint.ones_like(target._local)
+            return target._local, ops.ones_like(target._local)
         if isinstance(gradient, DTensorBase):
             return target._local, target.gradient_of_shard(gradient)
         if gradient.ndim:
@@ -227,7 +227,7 @@ class DTensorBase(Tensor):
         """
         return (
             self._local
-            if changes.version_of(self._local) is None
+            if versions.version_of(self._local) is None
             else self._local.copy()
         )
 
@@ -331,7 +331,7 @@ for _name in ("cov", "diagonal_scatter", "hsplit", "logit", "select_scatter", "v
     setattr(DTensorBase, _name, _by_rule(_name))
 
 
-def _plain_fallback(
+def plain_fallback(
     self: Any,  # noqa: ARG001
     func: Any,
     args: Sequence[Any] = (),
@@ -360,7 +360,3 @@ def _tensors(tree: Any) -> Iterator[Any]:
             yield from _tensors(item)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
-
-
-# Without it `plain + distributed` fails before anyone could say why, or do it where that is right.
-Tensor.__fallback__ = _plain_fallback

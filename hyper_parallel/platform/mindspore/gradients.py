@@ -6,6 +6,7 @@ Where the tape runs backward, a leaf's gradient is its ``_grad``; ``value_and_gr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,8 +16,37 @@ import mindspore
 from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import empty, guarded, private
+from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
+from hyper_parallel.platform.mindspore.cpu.empty_shards.tensor import (
+    call as call_guarded,
+)
 from hyper_parallel.platform.platform import Platform
+
+
+class _Deferred:
+    """A gradient that is filled in when backward ends."""
+
+    def __init__(self, value: Any, sum_now: Callable[[], Any]) -> None:
+        self.value = value
+        self.sum_now = sum_now
+
+
+class _TakeDeferred:
+    """A hook on a leaf: if its gradient has been added to others, which cannot be filled in later, it is summed now."""
+
+    def __init__(self, platform: Gradients) -> None:
+        self._platform = platform
+        self.deferred: list[_Deferred] = []  # of the backward that runs
+
+    def __call__(self, gradient: Any) -> Any:
+        deferred, self.deferred = self.deferred, []
+        pointers = [one.value.data_ptr() for one in deferred]
+        if not deferred or pointers == [gradient.data_ptr()]:
+            return None
+        for one in deferred:
+            gradient = gradient + (one.sum_now() - one.value)
+        return gradient
 
 
 class Gradients(Platform):
@@ -88,7 +118,7 @@ class Gradients(Platform):
         is_wanted = private.requires_grad(tensor) and bool(
             private.executor().requires_grad()
         )
-        return is_wanted and empty.has_gradient(tensor)
+        return is_wanted and kernels.has_gradient(tensor)
 
     def call_where_empty(
         self,
@@ -96,13 +126,30 @@ class Gradients(Platform):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return guarded.call(func, args, kwargs or {})
+        return call_guarded(func, args, kwargs or {})
 
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return empty.tied(result, [x for x in operands if self.is_recorded(x)])
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
+        return kernels.keep_in_graph(
+            result, [x for x in operands if self.is_recorded(x)]
+        )
 
-    def accumulates_gradient(self, leaf: Any) -> bool:  # noqa: ARG002 - the framework does not tell who asks
-        return False
+    def can_defer_gradient(self, leaf: Any) -> bool:
+        return all(isinstance(hook, _TakeDeferred) for hook in leaf.hooks())
+
+    def defer_gradient(
+        self, leaf: Any, part: Any, sum_now: Callable[[], Any]
+    ) -> tuple[Any, Callable[[Any], None]]:
+        # MindSpore hands a gradient on as it is, so its memory may be filled later.
+        deferred = _Deferred(self.clone(part), sum_now)
+        hook = next(iter(leaf.hooks()), None)
+        if hook is None:
+            hook = _TakeDeferred(self)
+            leaf.register_hook(hook)
+        hook.deferred.append(deferred)
+        return deferred.value, functools.partial(self._complete, deferred)
+
+    def _complete(self, deferred: _Deferred, gradient: Any) -> None:
+        self.copy_into(deferred.value, gradient)
 
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
         leaf._grad = gradient if leaf._grad is None else leaf._grad + gradient

@@ -26,8 +26,8 @@ from hyper_parallel.platform import platform as contract
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.mindspore import private
-from hyper_parallel.platform.mindspore.meeting import Group, Job, world_name
-from hyper_parallel.platform.mindspore.store import Roll, Store, connect
+from hyper_parallel.platform.mindspore.store import Membership, Store, connect
+from hyper_parallel.platform.mindspore.store_collectives import Group, Job, world_name
 from hyper_parallel.platform.platform import Platform
 
 LONGEST_WAIT = 1800.0  # seconds, unless init_process_group is told
@@ -105,7 +105,7 @@ class Groups(Platform):
             f"joined{found.add(f'joined/{rank}', 1)}"
         )  # a rank that joins again meets the others anew
         job = Job(rank, size, part, seconds)
-        came = Roll(part, "came", job.world)
+        came = Membership(part, "came", job.world)
         came.sign(rank)
         if missing := job.wait_for(
             job.world, came.signed, seconds, "init_process_group"
@@ -268,10 +268,10 @@ class Groups(Platform):
         key = f"{name}.{self._generations[tuple(ranks)]}"
         self._generations[tuple(ranks)] += 1
         if self._job is not None:
-            roll = Roll(self._job.store, f"{key}/made", ranks)
-            roll.sign(self._job.rank)
+            members = Membership(self._job.store, f"{key}/made", ranks)
+            members.sign(self._job.rank)
             if missing := self._job.wait_for(
-                ranks, roll.signed, timeout, "the creation of the group"
+                ranks, members.signed, timeout, "the creation of the group"
             ):
                 raise self._job.explain(
                     "the creation of the group", ranks, missing, key, None
@@ -371,7 +371,7 @@ def _join_mccl(job: Job) -> None:
                 f"{job.rank} of {job.size}; MindSpore joins one job in the life of a process. Start new processes.",
             )
         return
-    timeout, opened = job.timeout, Roll(job.store, "mccl/opened", job.world)
+    timeout, opened = job.timeout, Membership(job.store, "mccl/opened", job.world)
     options: dict[str, Any] = {
         "timeout": timeout,
         "world_size": job.size,

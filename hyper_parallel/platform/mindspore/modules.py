@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ import numpy as np
 from mindspore import Parameter, mint, nn
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import deferred, optimizers, private
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
+from hyper_parallel.platform.mindspore import deferred_tensor, optimizers, private
 from hyper_parallel.platform.mindspore.tensors import DTYPE_NAMES, Tensors
 from hyper_parallel.platform.platform import Projection
 
@@ -85,15 +83,15 @@ class Modules(Tensors):
             else Parameter(tensor, name=old.name, requires_grad=old.requires_grad)
         )
         new.name = old.name
-        if not is_parameter and (draw := deferred.draw_of(tensor)) is not None:
-            deferred.remember(new, draw)
+        if not is_parameter and (draw := deferred_tensor.draw_of(tensor)) is not None:
+            deferred_tensor.remember(new, draw)
         return new
 
     def _shard_of(self, param: Any, layout: Any) -> Any:
         if not self.is_meta(param):
             return self.clone(layout.part_of(self.detach(param)))
         local = layout.local_shape(tuple(param.shape))
-        return deferred.derived(
+        return deferred_tensor.derived(
             param, local, lambda whole: self.clone(layout.part_of(whole))
         )
 
@@ -262,33 +260,3 @@ def _refuse_prepending(call: str, prepend: bool) -> None:
         raise ValueError(
             f"{call}: MindSpore runs backward hooks in the order in which they were set; prepend is False"
         )
-
-
-def _set_on_shards(kind: Any) -> None:
-    """Backward hooks of a Cell that gets distributed tensors are set on the shards, and told of shards' gradients."""
-    usual = kind.__call__
-
-    @functools.wraps(usual)
-    def call(primitive: Any, args: Any) -> Any:
-        items = args if isinstance(args, tuple) else (args,)
-        if not any(isinstance(item, DTensorBase) for item in items):
-            return usual(primitive, args)
-        found = usual(
-            primitive,
-            tuple(
-                item.to_local() if isinstance(item, DTensorBase) else item
-                for item in items
-            ),
-        )
-        made = tuple(
-            item.layout.tensor(local, tuple(item.shape))
-            if isinstance(item, DTensorBase)
-            else local
-            for item, local in zip(items, found, strict=True)
-        )
-        return made if isinstance(args, tuple) else made[0]
-
-    kind.__call__ = call
-
-
-_set_on_shards(private.backward_hooks())

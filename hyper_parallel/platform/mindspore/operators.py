@@ -18,10 +18,11 @@ from mindspore import Tensor, mint, ops
 from mindspore.mint.nn import functional as F  # noqa: N812 - everyone's name for it
 
 from hyper_parallel.platform.containers import leaves
-from hyper_parallel.platform.mindspore import empty, private
-from hyper_parallel.platform.mindspore.empty import FINE
-from hyper_parallel.platform.mindspore.functions.table import FUNCTIONS, ON_NPU
-from hyper_parallel.platform.platform import Called, Platform
+from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
+from hyper_parallel.platform.mindspore.cpu.empty_shards.kernels import FINE
+from hyper_parallel.platform.mindspore.cpu.functions.table import FUNCTIONS, ON_NPU
+from hyper_parallel.platform.platform import OpName, Platform
 
 # The name in the rules; the operators of MindSpore; what each of their arguments is, in their order.
 _TABLE = [
@@ -257,7 +258,9 @@ class Operation:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return empty.run(self.name, self._run, args, kwargs, is_fine=self.name in FINE)
+        return kernels.run(
+            self.name, self._run, args, kwargs, is_fine=self.name in FINE
+        )
 
     def __repr__(self) -> str:
         return f"<MindSpore's {self.name}>"
@@ -328,7 +331,7 @@ _FINE_NAMES = {
 
 
 @functools.cache
-def called(func: Any) -> Called:
+def op_name_of(func: Any) -> OpName:
     """What a function or an operator of MindSpore is called."""
     if isinstance(func, Operation):
         name, inplace = func.name, func.name.startswith("Inplace")
@@ -336,15 +339,15 @@ def called(func: Any) -> Called:
             name = name.removeprefix("Inplace")
         if name in NAMES:
             found, parameters = NAMES[name]
-            return Called(found, inplace, parameters)
-        return Called(func.name, inplace, None)
+            return OpName(found, inplace, parameters)
+        return OpName(func.name, inplace, None)
     name = getattr(func, "__name__", type(func).__name__)
     known = _SPELLED.get(func) or next(
         (key for key, one in FUNCTIONS.items() if one is func), None
     )
     inplace = known is None and name.endswith("_") and not name.endswith("__")
     bare = name.removesuffix("_") if inplace else name.removesuffix("_ext")
-    return Called(known or bare, inplace, _parameters(func, is_ours=known in FUNCTIONS))
+    return OpName(known or bare, inplace, _parameters(func, is_ours=known in FUNCTIONS))
 
 
 def _parameters(func: Any, is_ours: bool) -> tuple[str, ...] | None:
@@ -393,7 +396,7 @@ def _guarded(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
         if any(tensor.is_meta for tensor in tensors):
             with private.device_context()("meta"):
                 return usual(*args, **kwargs)
-        return empty.run(name, usual, args, kwargs, is_fine=is_fine)
+        return kernels.run(name, usual, args, kwargs, is_fine=is_fine)
 
     _SPELLED[run] = name
     return run
@@ -407,12 +410,12 @@ class Operators(Platform):
             raise TypeError(
                 f"get_op_name: expected an operator, got {type(func).__name__}"
             )
-        return called(func).name
+        return op_name_of(func).name
 
-    def called(self, func: Any) -> Called:
-        return called(func)
+    def op_name_of(self, func: Any) -> OpName:
+        return op_name_of(func)
 
-    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def canonical_kwargs(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         return {_PARAMETERS.get(name, name): value for name, value in keywords.items()}
 
     def operator(self, name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@
 MindSpore keeps a tuple of tensors for each kind of state, in the order of the parameters, and makes all of them when
 the optimizer is made. Names that mean what torch's mean are given torch's, so that either can load the other's.
 
-From here on a step of any optimizer changes its parameters or is refused.
+A step of any optimizer updates its parameters or is refused (``patches``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspore import Parameter, ParameterTuple, nn
 from mindspore.experimental import optim
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import changes, private
+from hyper_parallel.platform.mindspore import private, versions
 
 _TORCHS = {
     "accum": "momentum_buffer",
@@ -91,9 +91,8 @@ def refuse_idle(optimizer: Any) -> None:
         )
 
 
-def _steps_count(kind: Any) -> None:
-    """Where operators are recorded for backward, some optimizers would change a copy: their steps are not recorded."""
-    usual = kind.__call__
+def unrecorded_step(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an optimizer's step so that it is not recorded: while recording, some optimizers update a copy."""
 
     @functools.wraps(usual)
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,14 +103,10 @@ def _steps_count(kind: Any) -> None:
         try:
             return usual(optimizer, *args, **kwargs)
         finally:
-            changes.note()
+            versions.note()
             executor.set_grad_flag(was_on)
 
-    kind.__call__ = step
-
-
-_steps_count(nn.Optimizer)
-_steps_count(optim.Optimizer)
+    return step
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

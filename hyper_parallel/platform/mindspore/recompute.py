@@ -15,7 +15,8 @@ import mindspore
 from mindspore import nn
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import private, randomness
+from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu import randomness
 from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
 from hyper_parallel.platform.platform import Platform

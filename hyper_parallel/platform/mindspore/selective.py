@@ -28,8 +28,8 @@ from mindspore import Tensor, mint, ops
 from hyper_parallel.platform.containers import leaves, tree_map
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
-from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
-from hyper_parallel.platform.mindspore.operators import NAMES, Operation, called
+from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, plain_fallback
+from hyper_parallel.platform.mindspore.operators import NAMES, Operation, op_name_of
 from hyper_parallel.platform.mindspore.swap import HostCopy, memory_address
 from hyper_parallel.platform.mindspore.tensors import host_memory
 from hyper_parallel.platform.platform import CheckpointPolicy
@@ -82,7 +82,7 @@ def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
 def _listed(op: Any) -> str:
     if isinstance(op, ops.Primitive):
         return str(op.name)
-    name = op if isinstance(op, str) else called(op).name if callable(op) else None
+    name = op if isinstance(op, str) else op_name_of(op).name if callable(op) else None
     if name is None or not (
         name in _KNOWN or any(hasattr(room, name) for room in (mint, ops, Tensor))
     ):
@@ -97,7 +97,7 @@ def _listed(op: Any) -> str:
 
 def _names(op: Operation) -> set[str]:
     """The operator's own name, and what it is called whatever its form."""
-    return {op.name, called(op).name, _LAYERS.get(op.name, op.name)}
+    return {op.name, op_name_of(op).name, _LAYERS.get(op.name, op.name)}
 
 
 @functools.cache
@@ -182,7 +182,9 @@ def watching(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _telling(usual: Callable[..., Any]) -> Callable[..., Any]:
+def report_fallback(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``__fallback__`` so that it reports operators to whoever watches."""
+
     @functools.wraps(usual)
     def fallback(
         self: Any,
@@ -196,19 +198,19 @@ def _telling(usual: Callable[..., Any]) -> Callable[..., Any]:
         args, kwargs = tree_map(unwatched, (tuple(args), dict(kwargs or {})))
         is_primitive = len(args) == 3 and isinstance(args[0], ops.Primitive)
         name, given = (args[1], args[2]) if is_primitive else (func.name, args)
-        return watch(name, given, kwargs, lambda: _run(self, func, args, kwargs))
+        # By the rules if a distributed tensor is among the operands.
+        run = functools.partial(plain_fallback, self, func, args, kwargs)
+        return watch(name, given, kwargs, run)
 
     return fallback
 
 
-_run = Tensor.__fallback__  # by the rules if a distributed tensor is among the operands
-Tensor.__fallback__ = _telling(Tensor.__fallback__)
-DTensorBase.__fallback__ = _telling(DTensorBase.__fallback__)  # type: ignore[method-assign]
+# Our own class; ``patches`` does the same to the framework's.
+DTensorBase.__fallback__ = report_fallback(DTensorBase.__fallback__)  # type: ignore[method-assign]
 
 
-def _tells(kind: Any) -> None:
-    """For primitives that do not ask ``__fallback__``."""
-    usual = kind.__call__
+def report_call(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a primitive that does not ask ``__fallback__`` so that it is reported."""
 
     @functools.wraps(usual)
     def call(primitive: Any, *args: Any) -> Any:
@@ -218,11 +220,7 @@ def _tells(kind: Any) -> None:
         args = tree_map(unwatched, args)
         return watch(primitive.name, args, {}, lambda: usual(primitive, *args))
 
-    kind.__call__ = call
-
-
-_tells(ops.Stack)
-_tells(ops.AddN)
+    return call
 
 
 # --- the first run

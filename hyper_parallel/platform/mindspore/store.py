@@ -116,7 +116,7 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
             return
 
 
-class Roll:
+class Membership:
     """Which of some ranks have signed: a bit a rank, in counters of the store, so that asking never waits."""
 
     def __init__(self, store: Store, key: str, ranks: Sequence[int]) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from mindspore import mint, ops
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.mindspore import changes, deferred, private, randomness
+from hyper_parallel.platform.mindspore import deferred_tensor, private, versions
+from hyper_parallel.platform.mindspore.cpu import randomness
 from hyper_parallel.platform.platform import Platform
 from hyper_parallel.platform.transform import chunk_span
 
@@ -89,7 +90,7 @@ class Tensors(Platform):
                 size if dim == split_dim % data.ndim else length
                 for dim, length in enumerate(data.shape)
             ]
-            return deferred.derived(
+            return deferred_tensor.derived(
                 data, shape, lambda whole: mint.narrow(whole, split_dim, start, size)
             )
         return mint.narrow(data, split_dim, start, size)
@@ -99,7 +100,7 @@ class Tensors(Platform):
 
     def _copied(self, x: Any) -> Any:
         if x.is_meta:
-            return deferred.derived(x, x.shape, self._copied)
+            return deferred_tensor.derived(x, x.shape, self._copied)
         # On a CPU there is no kernel for clone(), and copy() divides by one, which changes the bits of some that are
         # not a number.
         made = self.empty(x.shape, x.dtype, x.device)
@@ -332,7 +333,7 @@ class Tensors(Platform):
         return self._like(tensor, _detached)
 
     def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:  # noqa: ARG002
-        changes.note_change_of(target)
+        versions.note_change_of(target)
         _fill(target, source)
 
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -357,16 +358,16 @@ class Tensors(Platform):
     counts_changes = False
 
     def version_of(self, tensor: Any) -> int | None:
-        return changes.version_of(tensor)
+        return versions.version_of(tensor)
 
     def note_change(self, tensor: Any) -> None:
-        changes.note_change_of(tensor)
+        versions.note_change_of(tensor)
 
-    def note_shown(self, tensor: Any) -> None:
-        changes.show(tensor)
+    def mark_escaped(self, tensor: Any) -> None:
+        versions.show(tensor)
 
-    def note_alias(self, tensor: Any, source: Any) -> None:
-        changes.show_with(tensor, source)
+    def mark_alias(self, tensor: Any, source: Any) -> None:
+        versions.show_with(tensor, source)
 
     def memory_of(self, tensor: Any) -> MutableMapping[Any, Any]:
         # Beside the tensor, not on it: what is on it would be copied with it.
@@ -526,7 +527,7 @@ def usable_device(device: Any) -> str:
 
 def _detached(x: Any) -> Any:
     return (
-        deferred.derived(x, x.shape, lambda data: data)
+        deferred_tensor.derived(x, x.shape, lambda data: data)
         if x.is_meta
         else ops.stop_gradient(x)
     )

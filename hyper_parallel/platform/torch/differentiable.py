@@ -79,7 +79,7 @@ class Differentiable(Collectives):
         others = [row for rank, row in enumerate(rows) if rank != group.rank()]
         product = functools.reduce(torch.mul, others, torch.ones_like(data))
         return (
-            ties.tied(product, [rows[group.rank()]])
+            ties.keep_in_graph(product, [rows[group.rank()]])
             if rows[0].requires_grad
             else product
         )

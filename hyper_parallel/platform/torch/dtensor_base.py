@@ -82,7 +82,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         return wrapper
 
     @classmethod
-    def take_short_way(cls, make: Callable[..., Any]) -> None:
+    def install_fast_dispatch(cls, make: Callable[..., Any]) -> None:
         """Has operators go the way that ``make`` gives, which leaves to the usual one what it does not know."""
         way = make(
             cls=cls,
@@ -335,7 +335,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         inputs: Any = None,
     ) -> None:
         """From every rank's shard."""
-        shard, gradient = self.current()._seed(gradient)
+        shard, gradient = self.current()._backward_root(gradient)
         if inputs is not None:
             inputs = [
                 one._local if isinstance(one, DTensorBase) else one
@@ -345,7 +345,7 @@ class DTensorBase(SavedInChunks, torch.Tensor):
             shard, gradient, retain_graph, create_graph, inputs=inputs
         )
 
-    def _seed(self, gradient: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _backward_root(self, gradient: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Where backward begins and with what: the gradient of a pending sum is the same for every part."""
         target = (
             self
@@ -452,7 +452,9 @@ def _grad(
     )
     pairs = zip(outputs, given, strict=True)
     seeds = [
-        out.current()._seed(grad) if isinstance(out, DTensorBase) else (out, grad)
+        out.current()._backward_root(grad)
+        if isinstance(out, DTensorBase)
+        else (out, grad)
         for out, grad in pairs
     ]
     inputs = [

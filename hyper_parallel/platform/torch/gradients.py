@@ -31,7 +31,7 @@ class Gradients(Platform):
     ) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def accumulates_gradient(self, leaf: Any) -> bool:
+    def can_defer_gradient(self, leaf: Any) -> bool:
         if (
             not leaf.is_leaf
             or torch.is_grad_enabled()
@@ -47,6 +47,14 @@ class Gradients(Platform):
             RuntimeError
         ):  # torch does not tell within autograd.grad, where nothing is accumulated
             return False
+
+    def defer_gradient(
+        self,
+        leaf: Any,
+        part: Any,  # noqa: ARG002 - the leaf gets nothing before
+        sum_now: Callable[[], Any],  # noqa: ARG002 - nobody asks before
+    ) -> tuple[Any, Callable[[Any], None]]:
+        return None, functools.partial(self.accumulate_gradient, leaf)
 
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
         if leaf.grad is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 # What an operator is called where torch's own name is another one, or stands for something else.
 NAMES: dict[Any, str] = {
@@ -118,10 +118,10 @@ _PARAMETERS = {
 
 
 @functools.cache
-def called(func: Any) -> Called:
+def op_name_of(func: Any) -> OpName:
     """What a function of torch is called."""
     if func in NAMES:
-        return Called(NAMES[func], False, _parameters(func))
+        return OpName(NAMES[func], False, _parameters(func))
     if isinstance(func, torch._ops.OpOverload):
         func = func.overloadpacket
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -131,32 +131,32 @@ def called(func: Any) -> Called:
         "__get__",
         "__set__",
     ):  # a property such as Tensor.T, which arrives as its getter
-        return Called(func.__self__.__name__, False, None)
+        return OpName(func.__self__.__name__, False, None)
     if getattr(func, "__module__", None) == "torch.nn.init":
-        return Called("init", True, _parameters(func))
+        return OpName("init", True, _parameters(func))
     if name in _FILLS or name.startswith(_LISTS):
-        return Called(name, name.endswith("_"), None)
+        return OpName(name, name.endswith("_"), None)
     return _spelled(name, _parameters(func))
 
 
-def _called_in_ops(packet: Any) -> Called:
+def _called_in_ops(packet: Any) -> OpName:
     namespace, _, name = packet._qualified_op_name.partition("::")
     if namespace != "aten":
-        return Called(f"{namespace}::{name}", False, None)
+        return OpName(f"{namespace}::{name}", False, None)
     return (
-        Called(name, name.endswith("_"), None)
+        OpName(name, name.endswith("_"), None)
         if name.startswith(_LISTS)
         else _spelled(name, None)
     )
 
 
-def _spelled(name: str, parameters: tuple[str, ...] | None) -> Called:
+def _spelled(name: str, parameters: tuple[str, ...] | None) -> OpName:
     inplace = name.endswith("_") and not name.endswith("__")
     if name.startswith("__i") and name not in _SAME_AS:
         name, inplace = "__" + name[3:], True
     name = name.rstrip("_") if inplace and not name.endswith("__") else name
     name = name.removeprefix("special_")
-    return Called(_SAME_AS.get(name, name), inplace, parameters)
+    return OpName(_SAME_AS.get(name, name), inplace, parameters)
 
 
 def _parameters(func: Any) -> tuple[str, ...] | None:
@@ -172,7 +172,7 @@ def _parameters(func: Any) -> tuple[str, ...] | None:
     return tuple(_PARAMETERS.get(parameter.name, parameter.name) for parameter in found)
 
 
-def named(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def canonical_kwargs(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords by the names that the rules use."""
     return {_PARAMETERS.get(name, name): value for name, value in keywords.items()}
 

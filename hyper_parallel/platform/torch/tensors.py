@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.platform import Called, Platform
+from hyper_parallel.platform.platform import OpName, Platform
 from hyper_parallel.platform.torch import operators, ties
 from hyper_parallel.platform.torch.deferred_init import deferred_copy
 from hyper_parallel.platform.transform import chunk_span
@@ -100,11 +100,11 @@ class Tensors(Platform):
             return str(func.__self__.__name__)
         return str(name)
 
-    def called(self, func: Any) -> Called:
-        return operators.called(func)
+    def op_name_of(self, func: Any) -> OpName:
+        return operators.op_name_of(func)
 
-    def named(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        return operators.named(keywords)
+    def canonical_kwargs(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        return operators.canonical_kwargs(keywords)
 
     def operator(self, name: str) -> Callable[..., Any]:
         return operators.function(name)
@@ -390,8 +390,8 @@ class Tensors(Platform):
     def attention_by_operators(self) -> AbstractContextManager[Any]:
         return sdpa_kernel(SDPBackend.MATH)
 
-    def tied(self, result: Any, operands: Sequence[Any]) -> Any:
-        return ties.tied(
+    def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
+        return ties.keep_in_graph(
             result,
             [x for x in operands if self.is_recorded(x) and x.is_floating_point()],
         )

@@ -15,7 +15,9 @@ import torch
 from torch.autograd import Function
 
 
-def tied(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def keep_in_graph(
+    result: torch.Tensor, operands: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """A copy of the result that autograd takes to be computed from all of these operands."""
     if not operands:
         return result

@@ -19,7 +19,7 @@ from hyper_parallel.core.shard.rule import BoundRule, Choice, Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 from hyper_parallel.testing.rules.pieces import Mesh
 
 
@@ -40,8 +40,10 @@ class _CaughtError(Exception):
 
 @contextmanager
 def _catching(calls: list[Any]) -> Iterator[None]:
-    def catch(func: Any, args: Any, kwargs: Any, called: Called | None = None) -> Any:
-        calls.append((func, args, kwargs or {}, called or get_platform().called(func)))
+    def catch(func: Any, args: Any, kwargs: Any, called: OpName | None = None) -> Any:
+        calls.append(
+            (func, args, kwargs or {}, called or get_platform().op_name_of(func))
+        )
         raise _CaughtError
 
     usual, DTensor.dispatch = DTensor.dispatch, catch  # type: ignore[method-assign]
@@ -62,7 +64,7 @@ class CaughtCall:
     func: Any
     args: Any
     kwargs: Any
-    called: Called
+    called: OpName
     op: Operator
     bound: BoundRule
 
@@ -93,7 +95,7 @@ class CaughtCall:
             )
         self.op = OPERATORS[self.called.name]
         arguments = self.op.arguments(
-            self.called, self.args, platform.named(self.kwargs)
+            self.called, self.args, platform.canonical_kwargs(self.kwargs)
         )
         ruled = (
             self.op.rule
@@ -148,7 +150,9 @@ class CaughtCall:
             plan = plan_for(self.bound, combination, self.mesh, orders)
             function = platform.operator(self.called.name)
             here = ShardContext(self.bound, plan, self.mesh.mesh_shape, place, function)
-            kwargs = self.op.arguments(self.called, args, platform.named(kwargs))
+            kwargs = self.op.arguments(
+                self.called, args, platform.canonical_kwargs(kwargs)
+            )
             func, given = self.op.local, (here,)
         is_empty = any(0 in shard.shape for shard in shards)
         found = (

@@ -100,7 +100,7 @@ def _at_places(places: Sequence[int], values: Sequence[Any], count: int) -> list
 def _weighted(result: Any, weight: Array | None) -> list[Any]:
     """Sums whose sum is the real part of that of a result by its weights; not every framework has complex products."""
     platform = get_platform()
-    if "complex" not in str(result.dtype).lower():
+    if platform.dtype_kind(result.dtype) != "complex":
         return [(result if weight is None else result * platform.tensor(weight)).sum()]
     real, imaginary = (
         platform.operator("real")(result),

@@ -201,7 +201,7 @@ def _slice(input: Any, dim: int, start: Any, end: Any, step: int) -> Any:
 
 def _copied(view: str) -> Callable[..., Any]:
     def direct(_: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        named = platform.named(kwargs)
+        named = platform.canonical_kwargs(kwargs)
         input, *more = args or [named.pop("input")]
         found = getattr(input, view)(*more, **named)
         copies = [

@@ -203,7 +203,7 @@ operator("_foreach_max", "*args", direct=_each(lambda tensor: tensor.max()), lis
 
 def _fused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """On the shards, for what lies alike: an optimizer's step is the same for every element."""
-    name = platform.called(func).name
+    name = platform.op_name_of(func).name
     values = [*args, *(value for value in kwargs.values() if value is not None)]
     _refuse_mixtures(name, values)
     differing = _differing(values)

@@ -445,7 +445,8 @@ def _sum(input: Any, *dims: Any) -> Any:
 
 
 def _corrcoef(input: Any) -> Any:
-    return None if "complex" in str(input.dtype).lower() else _correlation
+    is_complex = platform.dtype_kind(input.dtype) == "complex"
+    return None if is_complex else _correlation
 
 
 def _correlation(input: Any) -> Any:

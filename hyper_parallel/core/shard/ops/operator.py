@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.shard.rule import Rule
-from hyper_parallel.platform.platform import Called
+from hyper_parallel.platform.platform import OpName
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Operator:
     family: str = ""
 
     def arguments(
-        self, called: Called, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, called: OpName, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The arguments by name, with the defaults of those that were not given."""
         names = called.parameters or self.parameters

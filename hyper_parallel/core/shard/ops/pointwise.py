@@ -198,7 +198,7 @@ def _ordered(signs: tuple[int, int]) -> Callable[..., Any]:
 def _is_on_all_ranks(value: Any) -> bool:
     """Whether every rank of the mesh has the same, and so finds the same in it: a number without infinities."""
     if isinstance(value, DTensor):
-        is_complex = "complex" in str(value.dtype).lower()
+        is_complex = platform.dtype_kind(value.dtype) == "complex"
         return not is_complex and all(
             placement.is_replicate() for placement in value.layout.placements
         )
@@ -287,18 +287,13 @@ operator("masked_fill", "input, mask, value", _masked_fill)
 
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is a floating-point or complex one."""
-    return (
-        str(dtype)
-        .rpartition(".")[2]
-        .lower()
-        .startswith(("float", "bfloat", "double", "half", "complex"))
-    )
+    return dtype is not None and platform.dtype_kind(dtype) in ("float", "complex")
 
 
 def is_real(dtype: Any) -> bool:
     """Whether a dtype is a floating-point one that overflows to infinity: none of eight bits, and no complex one."""
-    name = str(dtype).rpartition(".")[2].lower()
-    return is_inexact(dtype) and not name.startswith(("complex", "float8"))
+    is_float = dtype is not None and platform.dtype_kind(dtype) == "float"
+    return is_float and "float8" not in str(dtype).lower()
 
 
 def itself(input: Any, **_: Any) -> Any:
@@ -315,7 +310,7 @@ def _cast(input: Any, dtype: Any) -> Any:
     """torch gives the tensor itself where nothing changes: what is done to it in place is seen in both."""
     if dtype == input.dtype:
         return itself
-    if is_real(dtype) and "complex" not in str(input.dtype).lower():
+    if is_real(dtype) and platform.dtype_kind(input.dtype) != "complex":
         return SCALED_UP if is_inexact(input.dtype) else RISING
     return SCALED if is_inexact(input.dtype) and is_inexact(dtype) else ONE
 

@@ -59,19 +59,18 @@ def _every(dim: Any) -> Any:
 
 def _adds_up(input: Any, dtype: Any) -> bool:
     """Whether the parts of a pending sum may be cast to this dtype: not where that drops what is behind the point."""
-    kinds = ("int", "bool")
-    return bool(platform.is_floating_point(input.to_local())) and not any(
-        kind in str(dtype).lower() for kind in kinds
-    )
+    if dtype is not None and platform.dtype_kind(dtype) in ("bool", "int", "uint"):
+        return False
+    return bool(platform.is_floating_point(input.to_local()))
 
 
 def _sum_like(kind: str) -> Callable[..., Ruled]:
     def rule(
         input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
     ) -> Ruled:
-        if "bool" in str(dtype).lower() or (
-            kind == "prod" and "complex" in str(input.dtype).lower()
-        ):
+        is_bool = dtype is not None and platform.dtype_kind(dtype) == "bool"
+        is_complex = platform.dtype_kind(input.dtype) == "complex"
+        if is_bool or (kind == "prod" and is_complex):
             return whole(
                 keepdim, _every(dim)
             )  # what no collective adds up or multiplies
@@ -281,7 +280,7 @@ def _deviation(name: str) -> Callable[..., Any]:
         input: Any, dim: Any, unbiased: Any, keepdim: bool, correction: Any
     ) -> Any:
         dim, _ = _corrected(dim, unbiased, correction)
-        if "complex" in str(input.dtype).lower():
+        if platform.dtype_kind(input.dtype) == "complex":
             return whole(keepdim, _every(dim), results=1 + with_mean)
         return _staged(handler, results=1 + with_mean)(input, dim, keepdim)
 

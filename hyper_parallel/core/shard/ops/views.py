@@ -550,7 +550,7 @@ def _in_one_memory(func: Any, *_: Any) -> None:
     raise coded(
         OperatorError,
         "HP311",
-        f"{platform.called(func).name}: it is about one memory in which all elements lie, and those of a "
+        f"{platform.op_name_of(func).name}: it is about one memory in which all elements lie, and those of a "
         "distributed tensor lie in many; use reshape, permute, expand, unfold or an index",
     )
 

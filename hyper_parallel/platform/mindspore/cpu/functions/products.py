@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     dims_of,
     matmul,
     mint,

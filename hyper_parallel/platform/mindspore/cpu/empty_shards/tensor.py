@@ -3,7 +3,7 @@
 
 MindSpore's kernels leave results of empty tensors unset, and so do those of backward. A function that is written for
 any framework does not know; so the tensors that it gets are of a class that is told of every operator, by
-``__fallback__``, and each of them runs as ``empty`` says.
+``__fallback__``, and each of them runs as ``kernels`` says.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     matmul,
     mint,
     numbers,

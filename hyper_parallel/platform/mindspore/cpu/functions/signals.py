@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.platform.mindspore.functions.moves import pad, unfold
-from hyper_parallel.platform.mindspore.functions.shared import mint, ops, refuse
+from hyper_parallel.platform.mindspore.cpu.functions.moves import pad, unfold
+from hyper_parallel.platform.mindspore.cpu.functions.shared import mint, ops, refuse
 
 # The scale of a transform is that of its inverse with the other name.
 _OF_INVERSE = {

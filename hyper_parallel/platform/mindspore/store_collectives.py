@@ -28,7 +28,7 @@ from hyper_parallel.platform.agreement import Call, agree, check_agreement
 from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError, unfinished
-from hyper_parallel.platform.mindspore.store import Roll, Store
+from hyper_parallel.platform.mindspore.store import Membership, Store
 from hyper_parallel.platform.order import parted
 
 # More bytes than these stay in this process's memory, where the others read them if they are on the same host.
@@ -126,7 +126,7 @@ class Progress:
         return numbers
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """Data in the memory of another process of this host."""
 
     address: str
@@ -140,19 +140,19 @@ class Parcel(NamedTuple):
             return memory.read(self.size)
 
 
-class Shelf:
+class Mailbox:
     """Memory of this process with data for the others, as long as this object lives."""
 
-    def put(self, pieces: Sequence[bytes]) -> list[bytes | Parcel]:
+    def put(self, pieces: Sequence[bytes]) -> list[bytes | Message]:
         """The pieces as others can read them; the same object is there once."""
         descriptor = os.memfd_create("hyper_parallel", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         address = f"/proc/{os.getpid()}/fd/{descriptor}"
-        places: dict[int, Parcel] = {}
+        places: dict[int, Message] = {}
         with open(descriptor, "wb", closefd=False) as memory:
             for piece in pieces:
                 if id(piece) not in places:
-                    places[id(piece)] = Parcel(address, memory.tell(), len(piece))
+                    places[id(piece)] = Message(address, memory.tell(), len(piece))
                     memory.write(piece)
         return [places[id(piece)] for piece in pieces]
 
@@ -161,7 +161,7 @@ class Note(NamedTuple):
     """What a rank leaves for the others of a group: its call, data for each, and which collectives it is done with."""
 
     call: Call
-    pieces: list[bytes | Parcel]
+    pieces: list[bytes | Message]
     finished: int
 
 
@@ -169,7 +169,7 @@ class Letter(NamedTuple):
     """What a rank leaves for one other."""
 
     facts: tuple[Any, ...]
-    piece: bytes | Parcel
+    piece: bytes | Message
 
 
 class Job:
@@ -178,8 +178,8 @@ class Job:
     def __init__(self, rank: int, size: int, store: Store, timeout: float) -> None:
         self.rank, self.size, self.store, self.timeout = rank, size, store, timeout
         self.world = range(size)
-        self.left = Roll(store, "left", self.world)
-        self.gone = Roll(
+        self.left = Membership(store, "left", self.world)
+        self.gone = Membership(
             store, "gone", self.world
         )  # those that do not use the store any more
         self.one_host = False  # until the ranks have told each other
@@ -187,14 +187,14 @@ class Job:
             int, tuple[str, float]
         ] = {}  # thread -> what it waits in, and since when
         self._processes: dict[int, int] = {}  # of ranks of the same host
-        self._shelves: dict[str, tuple[Shelf, Callable[[], set[int]]]] = {}
+        self._mailboxes: dict[str, tuple[Mailbox, Callable[[], set[int]]]] = {}
 
     def meet_hosts(self) -> None:
         """Finds out, when all have come, whether the ranks can read each other's memory."""
-        roll = Roll(self.store, "hosts", self.world)
+        members = Membership(self.store, "hosts", self.world)
         self.store.set(f"host{self.rank}", f"{host_name()}\n{os.getpid()}")
-        roll.sign(self.rank)
-        if self.wait_for(self.world, roll.signed):
+        members.sign(self.rank)
+        if self.wait_for(self.world, members.signed):
             return
         told = [
             self.store.get(f"host{rank}").decode().rpartition("\n")
@@ -208,18 +208,18 @@ class Job:
 
     def packed(
         self, pieces: Sequence[bytes], key: str, readers: Callable[[], set[int]]
-    ) -> list[bytes | Parcel]:
+    ) -> list[bytes | Message]:
         """The pieces as a note can hold them. ``readers``: those that have yet to read the note of that key."""
         size = sum({id(piece): len(piece) for piece in pieces}.values())
         if size <= LARGE or not self.one_host:
             return list(pieces)
-        shelf = Shelf()
-        self._shelves[key] = shelf, readers
-        return shelf.put(pieces)
+        mailbox = Mailbox()
+        self._mailboxes[key] = mailbox, readers
+        return mailbox.put(pieces)
 
     def release(self, key: str) -> bool:
         """Lets go of the data for a note that has been read; whether there was any."""
-        return self._shelves.pop(key, None) is not None
+        return self._mailboxes.pop(key, None) is not None
 
     def wait_for(
         self,
@@ -263,14 +263,14 @@ class Job:
         ):  # the store may have ended with the rank that had it
             self.left.sign(self.rank)
             deadline = time.monotonic() + self.timeout
-            for _, readers in self._shelves.values():
+            for _, readers in self._mailboxes.values():
                 while (
                     self._living(readers() - self.left.signed())
                     and time.monotonic() < deadline
                 ):
                     time.sleep(LONGEST_PAUSE)
             self.gone.sign(self.rank)
-        self._shelves.clear()
+        self._mailboxes.clear()
 
     def host_until_all_are_gone(self) -> None:
         """Keeps the store of this process up for those that still read: a rank waits for ever where it ends before."""
@@ -304,12 +304,12 @@ class Job:
     ) -> CommunicationError:
         """The error of a rank that waited in vain, after it has heard what the others wait in."""
         store = self.store.under(f"fault/{key}")
-        roll = Roll(store, "roll", self.world)
+        members = Membership(store, "roll", self.world)
         store.set(str(self.rank), call)
-        roll.sign(self.rank)
-        self.wait_for(ranks, roll.signed, NOTE_SECONDS)
+        members.sign(self.rank)
+        self.wait_for(ranks, members.signed, NOTE_SECONDS)
         elsewhere = {
-            r: store.get(str(r)).decode() for r in sorted(roll.signed() & set(ranks))
+            r: store.get(str(r)).decode() for r in sorted(members.signed() & set(ranks))
         }
         never = tuple(r for r in ranks if r in set(missing) and r not in elsewhere)
         axis = axis_of(ranks if group is None else group.ranks)
@@ -341,26 +341,28 @@ class Meeting:
         self._job, self._group, self._call, self._in_order = job, group, call, in_order
         self._number = group.progress.begin()
         self._store = job.store.under(group.key)
-        self._roll = Roll(self._store, f"{self._number}", group.ranks)
-        self._read = self._read_roll(self._number)
+        self._members = Membership(self._store, f"{self._number}", group.ranks)
+        self._read = self._readers(self._number)
         packed = job.packed(
             pieces,
-            self._shelf(self._number),
+            self._mailbox_key(self._number),
             lambda: set(group.ranks) - self._read.signed(),
         )
         note = Note(call, packed, group.progress.finished)
         self._store.set(self._key(group.rank(), self._number), pickle.dumps(note))
-        self._roll.sign(job.rank)
+        self._members.sign(job.rank)
 
     def is_full(self) -> bool:
         """Whether all have come."""
-        return len(self._roll.signed()) == self._group.size()
+        return len(self._members.signed()) == self._group.size()
 
     def pieces(self) -> list[bytes]:
         """What each rank has for this one, when all have come; an error that says who has not, or what does not fit."""
         job, group, call = self._job, self._group, self._call.name
         try:
-            missing = job.wait_for(group.ranks, self._roll.signed, group.timeout, call)
+            missing = job.wait_for(
+                group.ranks, self._members.signed, group.timeout, call
+            )
             if missing:
                 raise job.explain(
                     call, group.ranks, missing, group.key, group, self._number + 1
@@ -371,7 +373,7 @@ class Meeting:
             ]
             found = [_unpacked(note.pieces[group.rank()]) for note in notes]
             if any(
-                isinstance(piece, Parcel) for note in notes for piece in note.pieces
+                isinstance(piece, Message) for note in notes for piece in note.pieces
             ):
                 self._read.sign(job.rank)
         except CommunicationError:
@@ -411,15 +413,15 @@ class Meeting:
         progress.end(self._number)
         for number in progress.clean(min(note.finished for note in notes)):
             self._store.delete_key(self._key(self._group.rank(), number))
-            if self._job.release(self._shelf(number)):
-                self._read_roll(number).delete()
+            if self._job.release(self._mailbox_key(number)):
+                self._readers(number).delete()
             if self._group.rank() == 0:
-                Roll(self._store, f"{number}", self._group.ranks).delete()
+                Membership(self._store, f"{number}", self._group.ranks).delete()
 
-    def _read_roll(self, number: int) -> Roll:
-        return Roll(self._store, f"{number}/read", self._group.ranks)
+    def _readers(self, number: int) -> Membership:
+        return Membership(self._store, f"{number}/read", self._group.ranks)
 
-    def _shelf(self, number: int) -> str:
+    def _mailbox_key(self, number: int) -> str:
         return f"{self._group.key}/{number}"
 
     def _key(self, member: int, number: int) -> str:
@@ -442,7 +444,7 @@ class Post:
             f"{key}/{number}",
             lambda: set() if self._store.add(opened, 0) > number else {peer},
         )
-        if isinstance(piece, Parcel):
+        if isinstance(piece, Message):
             for old in range(self._group.released[key], self._store.add(opened, 0)):
                 self._job.release(f"{key}/{old}")
                 self._group.released[key] = old + 1
@@ -525,8 +527,8 @@ def issued(call: Call) -> str:
     return f"{call} at {call.line or 'a line of the framework'}"
 
 
-def _unpacked(piece: bytes | Parcel) -> bytes:
-    return piece.read() if isinstance(piece, Parcel) else piece
+def _unpacked(piece: bytes | Message) -> bytes:
+    return piece.read() if isinstance(piece, Message) else piece
 
 
 def is_running(process: int) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.platform.mindspore.functions.reductions import (
+from hyper_parallel.platform.mindspore.cpu.functions.reductions import (
     FUNCTIONS as REDUCTIONS,
 )
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     mint,
     numbers,
     ops,

@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, function
 
 
-def rewritten(operation: Operation) -> Callable[..., Any] | None:
+def adapter_for(operation: Operation) -> Callable[..., Any] | None:
     """What does the work of an operator on distributed tensors; None if a rule does."""
     name = operation.name
     if name in _REWRITTEN:
@@ -741,19 +741,24 @@ _BY_ATTRIBUTES: dict[str, Callable[..., Any]] = {
 # --- primitives that do not ask: they would give a plain tensor, made of the shards
 
 
-def _asks_first(kind: Any, instead: Callable[..., Any]) -> None:
-    usual = kind.__call__
+def dispatch_first(
+    instead: Callable[..., Any], usual: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a primitive that does not ask ``__fallback__``: ``instead`` runs on distributed tensors."""
 
     @functools.wraps(usual)
     def call(primitive: Any, *args: Any) -> Any:
         is_distributed = any(hasattr(leaf, "_layout") for leaf in _leaves(args))
         return instead(primitive, *args) if is_distributed else usual(primitive, *args)
 
-    kind.__call__ = call
+    return call
 
 
-_asks_first(
-    ops.Stack,
-    lambda primitive, tensors: by_rule("stack", list(tensors), primitive.axis),
-)
-_asks_first(ops.AddN, lambda _, tensors: functools.reduce(operator.add, tensors))
+def stack_by_rule(primitive: Any, tensors: Any) -> Any:
+    """ops.Stack on distributed tensors."""
+    return by_rule("stack", list(tensors), primitive.axis)
+
+
+def add_n_by_rule(_primitive: Any, tensors: Any) -> Any:
+    """ops.AddN on distributed tensors."""
+    return functools.reduce(operator.add, tensors)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors without data that know how to get it, and those that are cut from them.
 
-    later = deferred.tensor(shape, dtype, draw)         # on the meta device; draw() will be its data
-    half = deferred.derived(later, (2, 4), lambda whole: whole[:2])
+    later = deferred_tensor.tensor(shape, dtype, draw)         # on the meta device; draw() will be its data
+    half = deferred_tensor.derived(later, (2, 4), lambda whole: whole[:2])
 
 MindSpore runs no operator on a tensor without data, so what the platform may have to do to one goes by here.
 """

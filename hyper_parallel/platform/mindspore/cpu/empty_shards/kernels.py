@@ -102,7 +102,7 @@ def _item(input: Any, index: Any) -> Any:
 
 def _put_nothing(input: Any, index: Any, value: Any) -> Any:  # noqa: ARG001 - nowhere
     return (
-        tied(input.copy(), [value])
+        keep_in_graph(input.copy(), [value])
         if isinstance(value, Tensor) and private.requires_grad(value)
         else input
     )
@@ -228,7 +228,7 @@ class _Tied(Function):
         return (grad, *(filled(shape, 0, dtype) for shape, dtype in ctx.operands))
 
 
-def tied(result: Any, operands: Sequence[Any]) -> Any:
+def keep_in_graph(result: Any, operands: Sequence[Any]) -> Any:
     """The result, recorded as made from all of the operands, which get zeros from it."""
     operands = [getattr(x, "_plain", x) for x in operands if has_gradient(x)]
     return (
@@ -248,7 +248,7 @@ def _settled(name: str, found: Any, args: Sequence[Any]) -> Any:
             return value
         plain = getattr(value, "_plain", value)
         made = filled(value.shape, 0, value.dtype) if 0 in value.shape else plain
-        made = made if name in _CONSTANT else tied(made, operands)
+        made = made if name in _CONSTANT else keep_in_graph(made, operands)
         return made if kind is None else kind(made)
 
     return tree_map(settle, found)

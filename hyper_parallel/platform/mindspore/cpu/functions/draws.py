@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import randomness
-from hyper_parallel.platform.mindspore.functions.pointwise import number
-from hyper_parallel.platform.mindspore.functions.reductions import (
+from hyper_parallel.platform.mindspore.cpu import randomness
+from hyper_parallel.platform.mindspore.cpu.functions.pointwise import number
+from hyper_parallel.platform.mindspore.cpu.functions.reductions import (
     FUNCTIONS as REDUCTIONS,
 )
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     Array,
     mint,
     numbers,

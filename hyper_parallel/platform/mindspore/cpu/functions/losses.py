@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore.functions.norms import FUNCTIONS as NORMS
-from hyper_parallel.platform.mindspore.functions.reductions import (
+from hyper_parallel.platform.mindspore.cpu.functions.norms import FUNCTIONS as NORMS
+from hyper_parallel.platform.mindspore.cpu.functions.reductions import (
     FUNCTIONS as REDUCTIONS,
 )
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     mint,
     numbers,
     ops,

@@ -12,8 +12,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import empty
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     mint,
     numbers,
     ops,
@@ -198,7 +198,7 @@ def _put(input: Any, dim: int, index: Any, src: Any, how: str) -> Any:
     for d, size in enumerate(index.shape):  # more than the index has does not count
         src = src if src.shape[d] == size else mint.narrow(src, d, 0, size)
     put = _added if how == "add" else _placed
-    return empty.run("scatter", put, (input, dim, index, src), {}, is_fine=False)
+    return kernels.run("scatter", put, (input, dim, index, src), {}, is_fine=False)
 
 
 def _placed(input: Any, dim: int, index: Any, src: Any) -> Any:

@@ -16,9 +16,9 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hyper_parallel.platform.mindspore import randomness
-from hyper_parallel.platform.mindspore.functions.moves import pad
-from hyper_parallel.platform.mindspore.functions.shared import (
+from hyper_parallel.platform.mindspore.cpu import randomness
+from hyper_parallel.platform.mindspore.cpu.functions.moves import pad
+from hyper_parallel.platform.mindspore.cpu.functions.shared import (
     Array,
     along,
     as_many,

@@ -51,7 +51,7 @@ def test_notes_are_removed_when_all_have_read_them():
     for _ in range(20):
         platform.all_reduce(large(0), None)
     assert platform._world.progress.cleaned == platform._world.progress.finished - 1
-    assert len(platform._job._shelves) <= 2
+    assert len(platform._job._mailboxes) <= 2
 
 
 def leave_at_once():

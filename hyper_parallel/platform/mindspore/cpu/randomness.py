@@ -143,8 +143,10 @@ def replayable() -> Iterator[None]:
         _here.is_replayable = before
 
 
-def _drawn_here(kind: Any, instead: Callable[[Any, Any], Any]) -> None:
-    usual = kind.__call__
+def draw_again(
+    instead: Callable[[Any, Any], Any], usual: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a dropout so that it draws from what ``put_back`` restores, within ``replayable``."""
 
     @functools.wraps(usual)
     def call(primitive: Any, x: Any) -> Any:
@@ -159,10 +161,10 @@ def _drawn_here(kind: Any, instead: Callable[[Any, Any], Any]) -> None:
             return usual(primitive, x)
         return instead(primitive, x)
 
-    kind.__call__ = call
+    return call
 
 
-def _dropped(primitive: Any, x: Any) -> Any:
+def drop(primitive: Any, x: Any) -> Any:
     """(what is left, mask), by a kernel that begins with a seed of ours: one that has run would go on with its own."""
     fresh = ops.Dropout(
         primitive.keep_prob, *draw().integers(1, _LARGEST_SEED, 2).tolist()
@@ -170,17 +172,12 @@ def _dropped(primitive: Any, x: Any) -> Any:
     return fresh.add_prim_attr("random_cache", False)(x)
 
 
-def _channels_dropped(primitive: Any, x: Any) -> Any:
+def drop_channels(primitive: Any, x: Any) -> Any:
     """(what is left, mask) where the whole of a channel is kept or not; these kernels take no seed."""
     channels = ops.ones((*x.shape[:2], *(1,) * (len(x.shape) - 2)), mindspore.float32)
     scale = (
         ops.zeros_like(channels)
         if primitive.keep_prob == 0
-        else _dropped(primitive, channels)[0]
+        else drop(primitive, channels)[0]
     )
     return x * scale.astype(x.dtype), ops.broadcast_to(scale != 0, tuple(x.shape))
-
-
-_drawn_here(ops.Dropout, _dropped)
-_drawn_here(ops.Dropout2D, _channels_dropped)
-_drawn_here(ops.Dropout3D, _channels_dropped)

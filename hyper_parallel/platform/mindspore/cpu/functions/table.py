@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.platform.mindspore.functions import (
+from hyper_parallel.platform.mindspore.cpu.functions import (
     attention,
     differences,
     draws,
