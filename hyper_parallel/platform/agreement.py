@@ -7,13 +7,13 @@ ValueError: all_reduce: the ranks do not agree: rank 0 calls all_reduce(sum, flo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.platform.error_codes import coded
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Call:
     """What one rank is about to do. Splits are compared crosswise, the line not at all, the rest must be equal."""
 
@@ -21,9 +21,7 @@ class Call:
     facts: tuple[Any, ...] = ()
     sends: tuple[int, ...] | None = None
     receives: tuple[int, ...] | None = None
-    line: str = field(
-        default="", compare=False
-    )  # of the user's code, where that is asked for
+    line: str = ""  # of the user's code, where that is asked for
 
     @classmethod
     def on(cls, name: str, data: Any, *facts: Any) -> Call:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hyper_parallel.platform.transform import chunk_sizes, chunk_span
 
@@ -74,13 +74,14 @@ def slices_within(part: Box, box: Box, start: Sequence[int]) -> tuple[slice, ...
     return tuple(slices)
 
 
-class Region(NamedTuple):
+class Region:
     """What one coordinate holds of a tensor: the product of its spans of each dim.
 
     The rank stores the spans of a dim one after the other in one local tensor.
     """
 
-    spans: tuple[Spans, ...]
+    def __init__(self, spans: tuple[Spans, ...]) -> None:
+        self.spans = spans
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -325,7 +325,7 @@ def _find_origins(
         holders = [
             other
             for other, at in places.items()
-            if have[other] == want[rank]
+            if have[other].spans == want[rank].spans
             and all(at[axis] == place[axis] for axis in lines)
         ]
         if len(holders) != 1:
