@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint
 
-from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh
+from hyper_parallel import DTensor, Layout, Replicate, Shard, init_device_mesh
 from hyper_parallel.core.dtensor import reducer
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.platform import get_platform
@@ -34,9 +34,7 @@ def loss_of(parameters, x, wrap):
 
 def spread(parameters):
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-    platform, layout = get_platform(), None
-    from hyper_parallel import Layout
-
+    platform = get_platform()
     layout = Layout.from_device_mesh(mesh)([Replicate()])
     return mesh, [platform.set_layout_into_parameter(p, layout) for p in parameters]
 
@@ -49,7 +47,14 @@ def own_rows(mesh, x):
 
 
 def reduce_in_buckets(nbytes):
-    reducer.BUCKET_BYTES = nbytes
+    usual, reducer.BUCKET_BYTES = reducer.BUCKET_BYTES, nbytes
+    try:
+        return gradients_and_counts()
+    finally:
+        reducer.BUCKET_BYTES = usual
+
+
+def gradients_and_counts():
     mesh, parameters = spread(weights())
     x = own_rows(mesh, values(9, ROWS, WIDTH))
 

@@ -177,6 +177,10 @@ class Autograd(Tensors):
     def backward_number(self) -> int:
         """Returns an identifier of the running backward pass."""
 
+    def in_backward(self) -> AbstractContextManager[Any]:
+        """A context in which collectives count as those of backward, for frameworks that cannot tell by themselves."""
+        return nullcontext()
+
     @abstractmethod
     def after_backward(self, call: Callable[[], None]) -> None:
         """Calls a function once, when the running backward has finished and before its caller continues."""

@@ -472,7 +472,7 @@ class Collectives(Groups):
             listener(traffic)
 
     @contextmanager
-    def _in_backward(self) -> Iterator[None]:
+    def in_backward(self) -> Iterator[None]:
         """The collectives inside belong to a backward, of which the framework itself does not tell."""
         self._backwards += 1
         try:

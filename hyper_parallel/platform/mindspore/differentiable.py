@@ -319,7 +319,7 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             # Every rank's result depends on this rank's data, so their gradients add up.
             total = _AllReduce.apply(grad, "sum", ctx.group, ctx.platform)
             data, result = ctx.saved_tensors or (None, None)
@@ -346,7 +346,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             own = _ReduceScatter.apply(
                 grad, ctx.dim, ctx.sizes, "sum", ctx.group, ctx.platform
             )
@@ -381,7 +381,7 @@ class _ReduceScatter(Function):
         def gather(piece: Any) -> Any:
             return _AllGather.apply(piece, ctx.dim, ctx.sizes, ctx.group, ctx.platform)
 
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             data, piece = ctx.saved_tensors or (None, None)
             result = gather(piece) if piece is not None else None
             own = ctx.platform.reduction_gradient(
@@ -404,7 +404,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             return (
                 _AllToAll.apply(grad, ctx.input_shape, ctx.group, ctx.platform),
                 None,
@@ -439,7 +439,7 @@ class _UnevenAllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             reverse = _UnevenAllToAll.apply(
                 grad, ctx.outputs, ctx.inputs, ctx.group, ctx.platform, ctx.call
             )
@@ -491,7 +491,7 @@ class _AsyncWait(Function):
     def backward(ctx: Any, grad: Any) -> Any:
         pieces = _to_pieces(grad, ctx.concat_dim, ctx.group.size())
         call = "the backward of differentiable_async_a2a_wait"
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             buffer, work = ctx.platform._exchange(
                 call, pieces, pieces.shape, None, None, ctx.group
             )
@@ -542,7 +542,7 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        with ctx.platform._in_backward():
+        with ctx.platform.in_backward():
             return (
                 _Exchange.apply(grad, ctx.peer, ctx.group, ctx.platform),
                 None,

@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.platform import get_platform
 
 _Function: Any = private.function()
 
@@ -40,6 +41,7 @@ def _first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "(matmul, mean) have wrong second derivatives; take them with PyTorch, or compute the first "
                 "gradient by a formula",
             )
-        return backward(ctx, *gradients)
+        with get_platform().in_backward():
+            return backward(ctx, *gradients)
 
     return checked

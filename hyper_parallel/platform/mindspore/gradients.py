@@ -158,7 +158,11 @@ class Gradients(Platform):
         return 0
 
     def after_backward(self, call: Callable[[], None]) -> None:
-        private.executor().queue_backward_final_callback(call)
+        def call_in_backward() -> None:
+            with self.in_backward():
+                call()
+
+        private.executor().queue_backward_final_callback(call_in_backward)
 
     def gradient_of(self, leaf: Any) -> Any:
         return leaf._grad
