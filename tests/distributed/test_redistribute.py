@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layouts import layouts_on, meshes, own_indices, split_up
 from thorough import THOROUGH
 
-from hyper_parallel import distribute_tensor, get_platform, init_device_mesh
+from hyper_parallel import DTensor, distribute_tensor, get_platform, init_device_mesh
 from hyper_parallel.core.dtensor.collectives import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
@@ -248,3 +248,46 @@ def test_dtypes_that_travel_as_bytes_in_shards_of_different_sizes():
         whole = (torch.arange(35) % 2).reshape(7, 5).to(dtype)  # 2, 2, 1 and no columns
         found = distribute_tensor(whole, mesh, [Shard(1)]).full_tensor()
         assert torch.equal(found.to(torch.complex64), whole.to(torch.complex64)), dtype
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ([Shard(0), Shard(1)], [Replicate(), Replicate()]),
+        ([Shard(0), Replicate()], [Shard(1), Shard(0)]),
+        ([Partial(), Shard(0)], [Shard(1), Replicate()]),
+        ([Replicate(), Replicate()], [Shard(0), Shard(1)]),
+        ([Partial("max"), Shard(0)], [Replicate(), Replicate()]),
+    ],
+)
+def test_a_redistribution_that_is_waited_for_is_the_same(source, target):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    local = torch.arange(12.0, dtype=torch.float64).view(4, 3) + mesh.rank
+    weight = torch.randn(8, 8, dtype=torch.float64)[:1, :1]
+    gradients = []
+    for async_op in (False, True):
+        leaf = local.clone().requires_grad_()
+        x = DTensor.from_local(leaf, mesh, source)
+        moved = x.redistribute(placements=target, async_op=async_op)
+        found = moved.wait() if async_op else moved
+        assert moved is found or moved.wait() is found
+        (found.full_tensor() * weight).sum().backward()
+        gradients.append((found.to_local().detach(), leaf.grad))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_communication_has_started_before_the_wait():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    with CommunicationLedger(mesh) as ledger:
+        pending = x.redistribute(placements=[Replicate()], async_op=True)
+        assert ledger.counts() == {"all_gather_into_tensor": 1}
+        assert torch.equal(pending.wait().to_local(), torch.arange(6.0))
+    assert ledger.counts() == {"all_gather_into_tensor": 1}
+    pending = x.redistribute(placements=[Replicate()], async_op=True)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place between"):
+        pending.wait()

@@ -224,3 +224,38 @@ def test_nothing_is_left_of_a_backward_that_failed():
     one(x).pow(2).sum().backward()
     many(mine).pow(2).sum().backward()
     same_gradients(many, one)
+
+
+class Watches(torch.autograd.Function):
+    """Remembers how many collectives had been started when backward came here."""
+
+    @staticmethod
+    def forward(ctx, x, ledger, seen):
+        ctx.ledger, ctx.seen = ledger, seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(ctx.ledger.counts().get("all_reduce", 0))
+        return grad, None, None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("nbytes", "started"), [(1, True), (1 << 22, False)])
+def test_full_buckets_start_while_backward_runs(nbytes, started):
+    usual, reducer.BUCKET_BYTES = reducer.BUCKET_BYTES, nbytes
+    try:
+        one, many, x, mine, mesh = both()
+        seen = []
+        with CommunicationLedger(mesh) as ledger:
+            leaf = mine.to_local().clone().requires_grad_()
+            first = Watches.apply(leaf, ledger, seen)
+            given = DTensor.from_local(first, mesh, mine.placements, shape=mine.shape)
+            many(given).pow(2).sum().backward()
+        one(x).pow(2).sum().backward()
+        same_gradients(many, one)
+        [before] = seen
+        assert (before > 0) is started
+        assert ledger.counts()["all_reduce"] >= max(1, before)
+    finally:
+        reducer.BUCKET_BYTES = usual

@@ -40,7 +40,8 @@ def test_redistribute_casts_before_it_communicates():
     x, w = draw(4, 6), draw(4, 6, seed=1)
     half = torch.bfloat16
     leaf = distribute_tensor(x, mesh, [S0]).requires_grad_()
-    made = leaf.redistribute(mesh, [R], async_op=True, forward_dtype=half)
+    pending = leaf.redistribute(mesh, [R], async_op=True, forward_dtype=half)
+    made = pending.wait()
     assert made.dtype is half
     close(made.full_tensor(), x.to(half))
     (made * w.to(half).to(torch.float64)[0, 0].item()).sum().backward()

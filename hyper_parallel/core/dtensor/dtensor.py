@@ -32,6 +32,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch  # noqa: F401 - users import it from here
 from hyper_parallel.core.dtensor.operators import dispatcher
+from hyper_parallel.core.dtensor.pending_tensor import PendingTensor
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.dtensor.routes import (
@@ -151,15 +152,15 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         device_mesh: DeviceMesh | None = None,
         placements: Any = None,
         *,
-        async_op: bool = False,  # noqa: ARG002 - torch's signature
+        async_op: bool = False,
         forward_dtype: Any = None,
         backward_dtype: Any = None,
     ) -> DTensor:
         """The same tensor in another layout on the same mesh; Replicate where none is given.
 
         ``forward_dtype``: cast to it before anything is communicated, and left so. ``backward_dtype``: the gradient is
-        communicated in it, by default in the dtype of the tensor, and cast back. ``async_op`` is accepted; the
-        communication has ended when this returns.
+        communicated in it, by default in the dtype of the tensor, and cast back. ``async_op``: returns when the
+        communication has started, with an object whose ``wait()`` gives the tensor.
         """
         self.current()
         mesh = device_mesh or self.device_mesh
@@ -183,10 +184,25 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
                 forward_dtype,
                 backward_dtype,
             )
-            return DTensor(moved, target, self._shape)
+            made = DTensor(moved, target, self._shape)
+            return PendingTensor.done(made) if async_op else made  # type: ignore[return-value]
+        if async_op:
+            finish = functools.partial(self._redistribute_to, target)
+            return PendingTensor(self, target, finish)  # type: ignore[return-value]
+        return self._redistribute_to(target)
+
+    def _redistribute_to(self, target: Layout, value: Any = None) -> DTensor:
+        """``value``: this rank's shard in the target layout, if it has been communicated already."""
         if target is self._layout:
             return self
-        made = DTensor(local_for(self, target, implicit=False), target, self._shape)
+        local = (
+            local_for(self, target, implicit=False)
+            if value is None
+            else redistribute(
+                self._local, self._layout, target, self._shape, value=value
+            )
+        )
+        made = DTensor(local, target, self._shape)
         spec_of(made)
         pairs = zip(self._layout.placements, target.placements, strict=True)
         if any(before.is_shard() and after.is_replicate() for before, after in pairs):

@@ -41,11 +41,19 @@ _TAG = 0x7264  # shards must not be taken for what the user sends in the same gr
 
 def run(plan: Plan, local: Any) -> Any:
     """This rank's shard after the plan."""
+    if 0 in plan.shape and plan.steps:
+        return _make_empty(plan, local)
     before = plan.source
     for step, after in zip(plan.steps, plan.layouts, strict=True):
         local = start(step, before, plan.shape, local).finish()
         before = after
     return local
+
+
+def _make_empty(plan: Plan, local: Any) -> Any:
+    """The shard of a tensor without elements, for which nothing is communicated."""
+    shape = plan.target.local_shape(plan.shape)
+    return get_platform().empty(shape, dtype=local.dtype, device=local.device)
 
 
 class PendingPlan:
@@ -54,6 +62,9 @@ class PendingPlan:
     def __init__(self, plan: Plan, local: Any) -> None:
         self._plan, self._next = plan, 0
         self._pending = Pending.done(local)
+        if 0 in plan.shape and plan.steps:
+            self._pending = Pending.done(_make_empty(plan, local))
+            self._next = len(plan.steps)
         while self._next < len(plan.steps):
             is_local = plan.steps[self._next].nbytes == 0
             self._start_next(self._pending.finish())
