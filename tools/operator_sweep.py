@@ -145,16 +145,18 @@ class Ours:
     def watched(self, found: Found) -> Iterator[None]:
         """Notes the rules of all operators that are planned meanwhile."""
 
-        def told(name: str, way: str) -> None:
-            if (name, way) not in found.rules:
-                found.rules.append((name, way))
+        def note(decision: Any) -> None:
+            entry = (decision.name.name, decision.text)
+            is_last = decision.way.name not in ("OUT", "REDUCE_FIRST")
+            if is_last and entry not in found.rules:
+                found.rules.append(entry)
 
         self._dispatcher.forget()
-        self._dispatcher.on_plan = told
+        self._dispatcher.on_decision = note
         try:
             yield
         finally:
-            self._dispatcher.on_plan = None
+            self._dispatcher.on_decision = None
 
 
 class Torchs:

@@ -27,6 +27,7 @@ from rules.operators import SIZES, draw, flat, in_precision, leaf, like
 from hyper_parallel import DTensor, Replicate
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
+from hyper_parallel.core.shard.decision import Way
 from hyper_parallel.platform import get_platform
 
 EVERY = [*CASES, *COMPOSITES, *(case for cases in BY_NAME.values() for case in cases)]
@@ -151,7 +152,13 @@ def _is_equal(one, other):
 def _is_one_operator(case, arrays):
     seen = []
     _OP_DISPATCHER.forget()
-    _OP_DISPATCHER.on_plan = lambda name, way: seen.append(way)
+    passed_on = (Way.OUT, Way.REDUCE_FIRST)
+
+    def see(decision):
+        if decision.way not in passed_on and decision.text != Way.COPY_BACK.value:
+            seen.append(decision.text)
+
+    _OP_DISPATCHER.on_decision = see
     layout = Layout((2,), ("x",))([Replicate()])
     tensors = [
         DTensor(leaf(array), layout.bind(array.ndim), array.shape)
@@ -164,7 +171,7 @@ def _is_one_operator(case, arrays):
     except Exception:
         return False
     finally:
-        _OP_DISPATCHER.on_plan = None
+        _OP_DISPATCHER.on_decision = None
     return len(seen) == 1 and seen[0] not in (
         "by itself",
         "by other operators",

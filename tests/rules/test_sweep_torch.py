@@ -88,7 +88,7 @@ def called_by_the_cases():
     """The names of all operators that the cases lead to, with operands in layouts drawn at random."""
     seen = set()
     _OP_DISPATCHER.forget()
-    _OP_DISPATCHER.on_plan = lambda name, way: seen.add(name)
+    _OP_DISPATCHER.on_decision = lambda decision: seen.add(decision.name.name)
     warnings.simplefilter("ignore")
     base = Layout((2,), ("x",))
     for case in [*CASES, *COMPOSITES]:

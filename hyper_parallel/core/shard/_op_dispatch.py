@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.copied_views import remember_base
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.modes import MODES
-from hyper_parallel.core.dtensor.spec import waits_for_value
 from hyper_parallel.core.shard import ops  # noqa: F401 - fills the tables
 from hyper_parallel.core.shard.arguments import (
     OperatorError,
@@ -23,17 +22,16 @@ from hyper_parallel.core.shard.arguments import (
     changes_plain,
     describe,
     distributed,
-    flat,
     on_shards,
     one_mesh,
     with_values,
 )
+from hyper_parallel.core.shard.decision import Decision, Way, decide_call
 from hyper_parallel.core.shard.execution import (
     Back,
     Direct,
     Handled,
     Into,
-    Move,
     Ordered,
     Planned,
     Reduced,
@@ -43,25 +41,17 @@ from hyper_parallel.core.shard.execution import (
 )
 from hyper_parallel.core.shard.irregular import (
     accept_irregular,
-    keep_irregular,
-    regular_layouts,
 )
 from hyper_parallel.core.shard.ops.operator import (
     ON_CHANGE,
     OPERATORS,
-    Operator,
-    Ruled,
-    Unruled,
 )
 from hyper_parallel.core.shard.ops.pointwise import itself
-from hyper_parallel.core.shard.propagate import OpPlan, propagate
-from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES, Reshaped
-from hyper_parallel.core.shard.rule import BoundRule, Rule
-from hyper_parallel.core.shard.section_views import find_section_view
+from hyper_parallel.core.shard.reshaped import Reshaped
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_level
-from hyper_parallel.platform.error_codes import coded, prefixed
+from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import OpName
 
 platform = get_platform()
@@ -75,9 +65,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Run] = {}
         self._warned: set[str] = set()  # the operators about which the user was told
-        self.on_plan: Callable[[str, str], None] | None = (
-            None  # told of every new plan: the operator, its way
-        )
+        self.on_decision: Callable[[Decision], None] | None = None  # gets every new one
 
     def dispatch(
         self,
@@ -171,7 +159,8 @@ class Dispatcher:
             and op.direct is not None
             and kwargs.get("out") is None
         ):
-            self._planned(called, "by itself")
+            if self.on_decision is not None:
+                self.on_decision(Decision(called, Way.DIRECT, op=op))
             return Direct(op.direct, func).run([], args, kwargs)
         if called.inplace and changes_plain(args, kwargs):
             return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
@@ -190,6 +179,17 @@ class Dispatcher:
         """Drops all plans: a rule has changed."""
         self._plans.clear()
 
+    def decide(
+        self,
+        func: Any,
+        tensors: Sequence[DTensor],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        called: OpName | None = None,
+    ) -> Decision:
+        """What a call will do, without doing it."""
+        return decide_call(called or platform.op_name_of(func), tensors, args, kwargs)
+
     def _plan(
         self,
         func: Any,
@@ -198,121 +198,94 @@ class Dispatcher:
         args: Any,
         kwargs: Any,
     ) -> Run:
-        if kwargs.get("out") is not None:
-            return Into(self.dispatch, func, called).run
-        op = OPERATORS.get(called.name)
-        inplace = called.inplace or kwargs.get("inplace") is True
-        waiting = self._before_rules(func, called, op, tensors, inplace)
-        if waiting is not None:
-            return waiting
-        reason = "it is in no table"
-        scalars = not any(
-            tensor._shape for tensor in tensors
-        )  # of which there is nothing to cut
-        if op is not None:
-            if op.direct is not None:
-                self._planned(called, "by itself")
-                run = Direct(op.direct, func).run
-                return accept_irregular(called, run, tensors)
-            if op.handler is not None:
-                self._planned(called, "by other operators")
-                run = Handled(op, called, op.handler).run
-                return accept_irregular(called, run, tensors)
-            one_mesh(called.name, tensors)
-            try:
-                return self._ruled(func, called, op, tensors, args, kwargs, inplace)
-            except Unruled as why:
-                reason = str(why)
-            except ValueError:
-                if not scalars:  # a dim may be named, and there is none
-                    raise
-        mesh = one_mesh(called.name, tensors)
-        self._planned(called, "on whole tensors")
-        if not scalars:
-            self._tell(called.name, reason)
-        return Whole(func, called, mesh, inplace, scalars).run
+        decision = decide_call(called, tensors, args, kwargs)
+        if self.on_decision is not None:
+            self.on_decision(decision)
+        return self._compile(decision, func, tensors, args, kwargs)
 
-    def _before_rules(
+    def _compile(
         self,
+        decision: Decision,
         func: Any,
-        called: OpName,
-        op: Operator | None,
-        tensors: Sequence[DTensor],
-        inplace: bool,
-    ) -> Run | None:
-        """The way of a call that changes the shape in place, or whose pending reductions are taken first; else None."""
-        if called.inplace and called.name in SHAPE_CHANGES:
-            self._planned(called, "on the shard, which takes another shape")
-            return Reshaped(self.dispatch, func, called.name).run
-        others = tensors[1:] if inplace else tensors
-        if any(map(waits_for_value, others)):
-            return Reduced(self.dispatch, func, called, inplace).run
-        by_itself = op is not None and (op.direct is not None or op.handler is not None)
-        if inplace and not by_itself and waits_for_value(tensors[0]):
-            return Back(self.dispatch, called).run
-        return None
-
-    def _ruled(
-        self,
-        func: Any,
-        called: OpName,
-        op: Operator,
         tensors: Sequence[DTensor],
         args: Any,
         kwargs: Any,
-        inplace: bool,
     ) -> Run:
-        arguments = op.arguments(called, args, platform.canonical_kwargs(kwargs))
-        ruled = op.rule if isinstance(op.rule, Rule) else op.rule(**arguments)  # type: ignore[misc]
-        if callable(ruled):
-            self._planned(called, "by other operators")
-            run = Handled(op, called, ruled).run
-            if ruled is itself:
-                return run
-            return accept_irregular(called, run, tensors)
-        bound, operands = bound_call(op, called, arguments, ruled)
-        view = None if inplace else find_section_view(called, bound, arguments)
-        if view is not None:
-            self._planned(called, "section by section")
-            return view
-        self._planned(called, (ruled.rule if isinstance(ruled, Ruled) else ruled).text)
-        layouts, itemsizes = (
-            _layouts(operands),
-            [platform.get_element_size(t._local) for t in flat(operands)],
-        )
-        # A local call of its own makes a new tensor, so it cannot change its target.
-        regular = regular_layouts(layouts)
-        made = (
-            None
-            if inplace and op.local is not None
-            else propagate(bound, regular, itemsizes, inplace=inplace)
-        )
-        made = keep_irregular(op, bound, made, layouts, inplace)
-        if made is None:
-            return Back(self.dispatch, called).run
+        """The function that does what was decided, for calls with arguments like these."""
+        called, way, inplace = decision.name, decision.way, decision.inplace
+        if way is Way.RULE:
+            return self._compile_rule(decision, func, tensors, args, kwargs)
+        if way is Way.WHOLE:
+            return self._compile_whole(decision, func, tensors)
+        if way in (Way.DIRECT, Way.COMPOSITE):
+            return self._compile_function(decision, func, tensors)
+        if way is Way.SECTIONS:
+            assert decision.view is not None
+            return decision.view
+        others: dict[Way, Any] = {
+            Way.OUT: Into(self.dispatch, func, called),
+            Way.REDUCE_FIRST: Reduced(self.dispatch, func, called, inplace),
+            Way.COPY_BACK: Back(self.dispatch, called),
+            Way.RESHAPE: Reshaped(self.dispatch, func, called.name),
+        }
+        run_other: Run = others[way].run
+        return run_other
+
+    def _compile_rule(
+        self,
+        decision: Decision,
+        func: Any,
+        tensors: Sequence[DTensor],
+        args: Any,
+        kwargs: Any,
+    ) -> Run:
+        called, op, plan = decision.name, decision.op, decision.plan
+        bound, inplace = decision.bound, decision.inplace
+        assert op is not None
+        assert plan is not None
+        assert bound is not None
         here = None
         if op.local is not None:
             mesh = tensors[0].device_mesh
             place = mesh.own_coordinate(called.name)
-            here = ShardContext(
-                bound, made, mesh.mesh_shape, place, _function(func, called.name)
-            )
-        moves = _moves(tensors, operands, made)
-        planned = Planned(func, called, op, made, here).bind(
-            moves, tensors, args, kwargs, inplace
+            function = _function(func, called.name)
+            here = ShardContext(bound, plan, mesh.mesh_shape, place, function)
+        planned = Planned(func, called, op, plan, here).bind(
+            decision.moves, tensors, args, kwargs, inplace
         )
-        if all(choice.kind != "order" for choice in made.choices):
+        if all(choice.kind != "order" for choice in plan.choices):
             return planned
-        reduced = Reduced(self.dispatch, func, called, inplace, of_all=True).run
-        return Ordered(
-            planned,
-            Back(self.dispatch, called).run if inplace else reduced,
-            bound.rule.finite,
-        ).run
+        if inplace:
+            otherwise = Back(self.dispatch, called).run
+        else:
+            otherwise = Reduced(self.dispatch, func, called, inplace, of_all=True).run
+        return Ordered(planned, otherwise, bound.rule.finite).run
 
-    def _planned(self, called: OpName, way: str) -> None:
-        if self.on_plan is not None:
-            self.on_plan(called.name, way)
+    def _compile_function(
+        self, decision: Decision, func: Any, tensors: Sequence[DTensor]
+    ) -> Run:
+        """The call by a function of the table."""
+        op = decision.op
+        assert op is not None
+        if decision.handler is None:
+            assert op.direct is not None
+            run = Direct(op.direct, func).run
+        else:
+            run = Handled(op, decision.name, decision.handler).run
+        if decision.handler is itself:
+            return run
+        return accept_irregular(decision.name, run, tensors)
+
+    def _compile_whole(
+        self, decision: Decision, func: Any, tensors: Sequence[DTensor]
+    ) -> Run:
+        name = decision.name.name
+        mesh = one_mesh(name, tensors)
+        # There is nothing to shard in tensors without dims.
+        scalars = not any(tensor._shape for tensor in tensors)
+        if not scalars:
+            self._tell(name, decision.reason)
+        return Whole(func, decision.name, mesh, decision.inplace, scalars).run
 
     def _tell(self, name: str, reason: str) -> None:
         if MODES.strict:
@@ -331,97 +304,12 @@ class Dispatcher:
             )
 
 
-def bound_call(
-    op: Operator, called: OpName, arguments: dict[str, Any], ruled: Any
-) -> tuple[BoundRule, list[Any]]:
-    """The rule, bound to this call, and its operands: a DTensor, a list of them, or None."""
-    if ruled is None:
-        raise Unruled("there is none for these arguments")
-    if isinstance(ruled, Rule):
-        ruled = Ruled(ruled)
-    count = len(ruled.rule.notation.operands)
-    given = (
-        ruled.operands
-        if ruled.operands is not None
-        else [arguments.get(name) for name in op.parameters[:count]]
-    )
-    for value in given:
-        if isinstance(value, (list, tuple)) and not all(
-            isinstance(entry, DTensor) for entry in value
-        ):
-            raise Unruled("a list among its operands holds something that is no tensor")
-    numbers = [
-        i
-        for i, value in enumerate(given)
-        if isinstance(value, (bool, int, float, complex))
-    ]
-    operands = [
-        value if isinstance(value, (DTensor, list, tuple)) else None for value in given
-    ]
-    try:
-        return ruled.rule.bind(
-            [_shape(v) for v in operands], {**arguments, **ruled.attrs}, numbers
-        ), operands
-    except ValueError as error:
-        raise prefixed(called.name, error, ValueError) from None
-
-
 def _function(func: Any, name: str) -> Any:
     """The operator of the framework, which changes nothing in place; else the function that was called."""
     try:
         return platform.operator(name)
     except AttributeError:
         return func
-
-
-def _shape(operand: Any) -> Any:
-    if operand is None:
-        return None
-    return (
-        [tuple(t._shape) for t in operand]
-        if isinstance(operand, (list, tuple))
-        else tuple(operand._shape)
-    )
-
-
-def _layouts(operands: Sequence[Any]) -> list[Any]:
-    return [
-        None
-        if value is None
-        else tuple(t._layout for t in value)
-        if isinstance(value, (list, tuple))
-        else value._layout
-        for value in operands
-    ]
-
-
-def _moves(
-    tensors: Sequence[DTensor], operands: Sequence[Any], made: OpPlan
-) -> list[Move]:
-    """What each tensor must become, in the order of the arguments; None where its shard is taken as it is."""
-    waiting = list(
-        zip(flat(operands), flat(made.operands), _routes(operands, made), strict=True)
-    )
-    moves: list[Move] = []
-    for tensor in tensors:
-        index = next(
-            (i for i, (operand, _, _) in enumerate(waiting) if operand is tensor), None
-        )
-        if index is None:
-            raise Unruled("a tensor among its arguments is not an operand of the rule")
-        _, layout, summed = waiting.pop(index)
-        moves.append(
-            None if layout is tensor._layout and not summed else (layout, tuple(summed))
-        )
-    return moves
-
-
-def _routes(operands: Sequence[Any], made: OpPlan) -> Iterator[Any]:
-    for operand, axes in zip(operands, made.routes, strict=True):
-        if isinstance(operand, (list, tuple)):
-            yield from axes
-        elif operand is not None:
-            yield axes
 
 
 _OP_DISPATCHER = Dispatcher()

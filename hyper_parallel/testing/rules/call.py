@@ -11,8 +11,9 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER, bound_call
+from hyper_parallel.core.shard._op_dispatch import _OP_DISPATCHER
 from hyper_parallel.core.shard.arguments import flat, replaced, tensors_in
+from hyper_parallel.core.shard.decision import bind_call
 from hyper_parallel.core.shard.ops.operator import OPERATORS, Operator
 from hyper_parallel.core.shard.propagate import plan_for
 from hyper_parallel.core.shard.rule import BoundRule, Choice, Rule
@@ -108,7 +109,7 @@ class CaughtCall:
                 "HP603",
                 f"check_rule: {self.called.name} has no rule for these arguments",
             )
-        self.bound, given = bound_call(self.op, self.called, arguments, ruled)
+        self.bound, given = bind_call(self.op, self.called, arguments, ruled)
         found = list(tensors_in((self.args, self.kwargs)))
         if not all(any(t is one for t in tensors) for one in found):
             raise coded(
