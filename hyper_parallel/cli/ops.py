@@ -10,12 +10,13 @@ import ast
 import difflib
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hyper_parallel.cli.checkpoints import application
+from hyper_parallel.cli.decisions import describe_decision
 from hyper_parallel.cli.doctor import Framework
 from hyper_parallel.cli.failures import WRONG, BadInputError, Debug, told
 
@@ -29,6 +30,8 @@ Examples:
     hyper-parallel ops
 
     hyper-parallel ops softmax
+
+    hyper-parallel ops matmul --operands '8,16:S(1) 16,4:R' --mesh tp=2
 
     hyper-parallel ops --check my_ops.py:SwigluRule
 
@@ -68,9 +71,18 @@ def ops(
         typer.Option(
             "--with",
             metavar="NAME=VALUE",
-            help="For --check: further arguments of the call.",
+            help="For --check and --operands: further arguments of the call.",
         ),
     ] = None,
+    operands: Annotated[
+        str | None,
+        typer.Option(
+            help="Decide a call on operands of these shapes and placements, as '8,16:S(1) 16,4:R'; nothing is run."
+        ),
+    ] = None,
+    mesh: Annotated[
+        str, typer.Option(help="For --operands: the axes and their sizes.")
+    ] = "tp=2",
     framework: Annotated[
         Framework | None,
         typer.Option(help="Whose operators; else those of the one that is there."),
@@ -85,7 +97,14 @@ def ops(
             raise BadInputError("give the name of an operator or --check, not both")
         _check(check, shapes, given or [])
         return
-    for line in _listed() if name is None else _described(name):
+    if operands is not None:
+        if name is None:
+            raise BadInputError("--operands needs the name of an operator")
+        operator = _canonical(name, _operators())
+        lines: Iterable[str] = describe_decision(operator, operands, mesh, given or [])
+    else:
+        lines = _listed() if name is None else _described(name)
+    for line in lines:
         typer.echo(line)
 
 

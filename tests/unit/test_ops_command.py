@@ -264,3 +264,57 @@ def test_tracebacks_are_for_debug(monkeypatch):
     assert "KeyError: 'a fault of ours'" in result.stderr
     result = run("add", "--debug")
     assert (result.exit_code, "Traceback" in result.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["matmul", "--operands", "8,16:S(1) 16,4:R"],
+            [
+                "matmul: '... m k, ... k n -> ... m n'",
+                "  operand 0: (8, 16) [S(1)]",
+                "  operand 1: (16, 4) [R] -> [S(0)], 0 bytes",
+                "  result 0:  (8, 4) [P]",
+            ],
+        ),
+        (
+            ["linear", "--operands", "8,16:S(0),R 32,16:R,Z(0)", "--mesh", "dp=2,tp=2"],
+            [
+                "linear: '... k, n k, +n -> ... n'",
+                "  operand 0: (8, 16) [S(0), R], gradient summed over tp",
+                "  operand 1: (32, 16) [R, Z(0)], gradient summed over dp",
+                "  result 0:  (8, 32) [S(0), Z(1)]",
+            ],
+        ),
+        (
+            ["cumsum", "--operands", "8,16:S(1)", "--with", "dim=1"],
+            [
+                "cumsum: '... {dim}! -> ... {dim}!'",
+                "  operand 0: (8, 16) [S(1)] -> [S(0)], 128 bytes",
+                "  result 0:  (8, 16) [S(0)]",
+            ],
+        ),
+    ],
+)
+def test_a_call_is_decided_without_being_run(arguments, lines):
+    run = CliRunner().invoke(application, ["ops", *arguments])
+    assert run.exit_code == 0, run.output
+    assert run.stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--operands", "8:R"], "--operands needs the name"),
+        (["relu", "--operands", "8:S(1)"], "the tensor has 1 dims"),
+        (["relu", "--operands", "8:Q"], "'Q' is not an irregular placement"),
+        (["relu", "--operands", "8:R", "--mesh", "tp"], "expected sizes by name"),
+        (["matmul", "--operands", "8,3:R 4,8:R"], "factor k"),
+    ],
+)
+def test_what_cannot_be_decided_is_said(arguments, problem):
+    run = CliRunner().invoke(application, ["ops", *arguments])
+    assert run.exit_code == 2
+    assert problem in run.stderr
+    assert run.stderr.count("hyper-parallel explain") == 1

@@ -14,14 +14,22 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.platform import get_platform
 
 HYPER_PARALLEL_STRICT = "HYPER_PARALLEL_STRICT"
 
-# For an operator, of its arguments by name: the plain tensors among them, by their ids, as distributed ones.
-PlacePlain = Callable[..., Mapping[int, Any]]
+
+class Override(NamedTuple):
+    """What holds for one operator inside a context such as ``loss_parallel()``.
+
+    ``place_plain``: of the arguments by name, the plain tensors among them, by their ids, as distributed ones.
+    ``keeps_layouts``: an operand that would have to be redistributed is an error.
+    """
+
+    place_plain: Callable[..., Mapping[int, Any]] | None = None
+    keeps_layouts: bool = False
 
 
 class Modes(threading.local):
@@ -39,10 +47,9 @@ class Modes(threading.local):
         self.skip: frozenset[str] | None = (
             None  # the operators that are not skipped; None where nothing is
         )
-        self.loss_parallel = False  # the scores of a loss stay where they are
-        self.plain: Mapping[
-            str, PlacePlain
-        ] = {}  # the operators for which it is known how plain tensors lie
+        self.overrides: Mapping[
+            str, Override
+        ] = {}  # by operator; the innermost context wins
 
 
 MODES = Modes()
@@ -56,6 +63,11 @@ def _set(name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(MODES, name, before)
+
+
+def override(name: str, how: Override) -> Any:
+    """A context in which one operator is treated differently."""
+    return _set("overrides", {**MODES.overrides, name: how})
 
 
 def strict(on: bool = True) -> Any:

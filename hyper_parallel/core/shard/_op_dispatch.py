@@ -164,7 +164,8 @@ class Dispatcher:
             return Direct(op.direct, func).run([], args, kwargs)
         if called.inplace and changes_plain(args, kwargs):
             return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
-        place = MODES.plain.get(called.name)
+        how = MODES.overrides.get(called.name)
+        place = how.place_plain if how is not None else None
         placed = (
             {}
             if op is None or place is None

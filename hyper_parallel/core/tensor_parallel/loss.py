@@ -14,7 +14,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.modes import Override, override
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.shard.ops.class_losses import (
     class_dim,
@@ -31,12 +31,9 @@ def loss_parallel() -> Iterator[None]:
     A plain target is this rank's part of the batch, or the whole batch on every rank: its shape tells. Plain weights
     are the same on every rank. Scores never leave their rank: what would need it is an OperatorError.
     """
-    before = MODES.loss_parallel, MODES.plain
-    MODES.loss_parallel, MODES.plain = True, {**MODES.plain, "cross_entropy": _placed}
-    try:
+    how = Override(place_plain=_placed, keeps_layouts=True)
+    with override("cross_entropy", how):
         yield
-    finally:
-        MODES.loss_parallel, MODES.plain = before
 
 
 def _placed(input: Any, target: Any, weight: Any, **_: Any) -> Mapping[int, DTensor]:
