@@ -41,7 +41,7 @@ def names_here():
 
 
 def sweep_without_mistakes(names):
-    found = sweep("ours", names, most=1, placements=24 if THOROUGH else 4)
+    found = sweep("ours", names, most=1, placements=24 if THOROUGH else 3)
     for name, one in found.items():
         assert not any(one.outcomes[bad] or one.second[bad] for bad in operators.BAD), (
             name,
