@@ -17,6 +17,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.modules.boundary import attach
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
@@ -87,12 +88,12 @@ class Trace:
             handle.remove()
 
     def _watch(self, name: str, module: Any) -> None:
-        def enter(_: Any, args: Any, kwargs: Any = None) -> None:
+        def enter(_: Any, args: Any, kwargs: Any) -> None:
             self._calls[name] += 1
             self._record("input", name, self._calls[name], (args, kwargs))
             self.running.append((name, self._calls[name]))
 
-        def leave(_: Any, __: Any, output: Any) -> None:
+        def leave(_: Any, output: Any) -> None:
             while (
                 self.running and self.running[-1][0] != name
             ):  # those that raised what their caller caught
@@ -101,13 +102,9 @@ class Trace:
                 _, call = self.running.pop()
                 self._record("output", name, call, output)
 
-        # Ahead of what a style does to inputs, and after what it does to outputs: as the caller sees both.
-        self._handles.append(
-            platform.register_forward_pre_hook(
-                module, enter, prepend=True, with_kwargs=True
-            )
-        )
-        self._handles.append(platform.register_forward_hook(module, leave))
+        # The trace is the outermost phase: it records inputs and outputs as the caller sees them.
+        handle = attach(module, "trace", enter=enter, leave=leave, source="verify")
+        self._handles.append(handle)
 
     def _record(self, place: str, name: str, call: int, tree: Any) -> None:
         within = self.running[-1][0] if self.running else None

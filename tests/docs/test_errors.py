@@ -30,6 +30,7 @@ from hyper_parallel.cli.explanations import explanations, families
 from hyper_parallel.cli.verify import _mesh_keys
 from hyper_parallel.core.distributed_checkpoint import FileSystemReader, load, save
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.modules import attach
 from hyper_parallel.core.shard.notation import parse
 from hyper_parallel.platform.error_codes import code_of, coded, hint, without_hint
 from hyper_parallel.platform.errors import CommunicationError, unfinished
@@ -69,6 +70,8 @@ LAYERS = {
         "platform",
     ),  # a view is an operator of its base
     "4": (
+        "core.data_parallel",
+        "core.modules",
         "core.tensor_parallel",
         "core.pipeline_parallel",
         "core.shard.sharding_plan",
@@ -85,7 +88,8 @@ PUBLIC = (
     "platform.order", "platform.platform", "platform.shared_files", "platform.shared_memory",
     "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
     "platform.mindspore.groups", "core.dtensor",
-    "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.tensor_parallel",
+    "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.data_parallel",
+    "core.modules", "core.tensor_parallel",
     "core.distributed_checkpoint", "ranks", "testing", "recipe", "verification",
 )  # fmt: skip
 INTERNAL = {
@@ -292,6 +296,7 @@ def alone():
         ("HP401", ValueError, lambda: parallelize_module(linear, wide, ColwiseParallel())),
         ("HP402", TypeError, lambda: parallelize_module(linear, mesh, {"": "colwise"})),
         ("HP403", TypeError, lambda: parallelize_module(torch.nn.ReLU(), mesh, ColwiseParallel())),
+        ("HP415", ValueError, lambda: attach(linear, "before")),
         ("HP501", CheckpointError, lambda: load({}, storage_reader=FileSystemReader("/no/such/folder"), no_dist=True)),
         ("HP510", CheckpointError, lambda: save({"a": meta}, checkpoint_id="unused", no_dist=True)),
         ("HP513", ValueError, lambda: save({}, no_dist=True)),

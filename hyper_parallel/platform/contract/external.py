@@ -165,18 +165,6 @@ class External(Tensors):
     def is_linear_module(self, module: Any) -> bool:
         """Returns whether the module is a linear layer."""
 
-    @abstractmethod
-    def register_full_backward_hook(
-        self, module: Any, hook: Callable[..., Any], prepend: bool = False
-    ) -> Any:
-        """Registers ``hook(module, grad_input, grad_output)`` to run after backward; returns a handle."""
-
-    @abstractmethod
-    def register_full_backward_pre_hook(
-        self, module: Any, hook: Callable[..., Any], prepend: bool = False
-    ) -> Any:
-        """Registers ``hook(module, grad_output)`` to run before the module's backward; returns a handle."""
-
     _checkpoint_formats: tuple[str, ...] = ("safetensors",)
 
     def save_checkpoint(

@@ -116,6 +116,18 @@ class Modules(ABC):
         ``always_call``: also run it if forward raised.
         """
 
+    @abstractmethod
+    def register_full_backward_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
+        """Registers ``hook(module, grad_input, grad_output)`` to run after backward; returns a handle."""
+
+    @abstractmethod
+    def register_full_backward_pre_hook(
+        self, module: Any, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
+        """Registers ``hook(module, grad_output)`` to run before the module's backward; returns a handle."""
+
     def get_model_state_dict(
         self, model: Any, *, options: Any = None
     ) -> dict[str, Any]:
