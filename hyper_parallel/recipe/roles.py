@@ -42,7 +42,7 @@ def _shard_layers(model: Any, axis: Any, styles: Mapping[str, Any]) -> None:
 
 
 def _replicate(model: Any, axis: Any, _: Mapping[str, Any]) -> None:
-    from hyper_parallel.core.tensor_parallel.data_parallel import replicate
+    from hyper_parallel.core.data_parallel import replicate
 
     replicate(model, axis)
 

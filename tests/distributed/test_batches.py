@@ -10,6 +10,7 @@ from torch import nn
 
 from hyper_parallel import DTensor, Replicate, Shard, init_device_mesh
 from hyper_parallel.core.dtensor.modes import implicit_replication
+from hyper_parallel.core.modules.axis import HYPER_PARALLEL_CHECK_BATCHES
 from hyper_parallel.core.tensor_parallel import (
     ColwiseParallel,
     Replicated,
@@ -19,7 +20,6 @@ from hyper_parallel.core.tensor_parallel import (
     replicate,
     same_everywhere,
 )
-from hyper_parallel.core.tensor_parallel.line import HYPER_PARALLEL_CHECK_BATCHES
 from hyper_parallel.testing import on_ranks
 
 LOCAL = {"use_local_output": False}

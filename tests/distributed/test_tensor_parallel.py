@@ -560,7 +560,7 @@ def test_bad_plans_are_refused():
         mesh_dim_names=("tp",),
         rank_list=[four.rank // 2 * 2, four.rank // 2 * 2 + 1],
     )
-    with pytest.raises(ValueError, match="which is none of its axes"):
+    with pytest.raises(ValueError, match="which is not an axis of the tensor's mesh"):
         linear(distribute_tensor(torch.ones(2, 4), other, [R]))
     with pytest.raises(TypeError, match="abstract"):
         ParallelStyle()

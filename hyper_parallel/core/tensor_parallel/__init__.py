@@ -4,12 +4,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel import (
+        local_batch,
+        replicate,
+        same_everywhere,
+    )
     from hyper_parallel.core.tensor_parallel.api import (
         parallel_table,
         parallelize_module,
     )
-    from hyper_parallel.core.tensor_parallel.batches import local_batch, same_everywhere
-    from hyper_parallel.core.tensor_parallel.data_parallel import replicate
     from hyper_parallel.core.tensor_parallel.loss import loss_parallel
     from hyper_parallel.core.tensor_parallel.style import (
         ColwiseParallel,
@@ -41,14 +44,15 @@ __all__ = [
     "same_everywhere",
 ]
 
-# All of it knows tensors: asking for it chooses the framework and imports it.
+# All of it needs tensors: asking for a name chooses the framework and imports it.
 _HOMES = {
-    "local_batch": "batches",
-    "same_everywhere": "batches",
-    "loss_parallel": "loss",
-    "parallel_table": "api",
-    "parallelize_module": "api",
-    "replicate": "data_parallel",
+    **dict.fromkeys(
+        ("local_batch", "replicate", "same_everywhere"),
+        "hyper_parallel.core.data_parallel",  # where they were until 0.1; the names stay valid here
+    ),
+    "loss_parallel": f"{__name__}.loss",
+    "parallel_table": f"{__name__}.api",
+    "parallelize_module": f"{__name__}.api",
 }
 
 
@@ -56,7 +60,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        return getattr(
-            importlib.import_module(f"{__name__}.{_HOMES.get(name, 'style')}"), name
-        )
+        home = _HOMES.get(name, f"{__name__}.style")
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -60,8 +60,7 @@ def parallelize_module(
     for name, style in sorted(
         _styles(plan, modules), key=lambda found: -len(_segments(found[0]))
     ):
-        style.src_data_rank = src_data_rank
-        _apply(modules[name], name, style, mesh)
+        _apply(modules[name], name, style._with_source(src_data_rank), mesh)
         for owners in shared:
             _tie(owners)
     _warn_of_unstyled_tables(modules, shared)

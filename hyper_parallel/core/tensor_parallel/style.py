@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a module is put on an axis of devices: where its parameters lie, and what goes in and comes out.
+"""Styles: how a module is laid out along an axis of devices, and what goes in and comes out.
 
-ColwiseParallel()        a Linear's outputs are cut, its inputs are whole
-RowwiseParallel()        a Linear's inputs are cut, its outputs are summed; an Embedding's rows are cut
-SequenceParallel()       parameters are copies, activations are cut along the sequence
-Replicated()             parameters are copies, and so is all that the module makes of them
+ColwiseParallel()        a Linear's outputs are sharded, its inputs are replicated
+RowwiseParallel()        a Linear's inputs are sharded, its outputs are summed; an Embedding's rows are sharded
+SequenceParallel()       parameters are replicated, activations are sharded along the sequence
+Replicated()             parameters are replicated, and so is everything that the module makes of them
 
-A plain tensor that goes in lies as ``input_layouts`` says; a distributed one says so itself. With ``use_local_output``
-plain shards come out, else distributed tensors, with which code that was written for one device goes on as it is.
+A plain tensor that goes in has the placement ``input_layouts``; a distributed one has its own. With
+``use_local_output=True`` plain shards come out, with False distributed tensors, with which code that was written for
+one device goes on as it is. None, the default, gives plain shards, as torch does, but distributed tensors inside a
+module that ``Replicated`` or ``replicate`` was applied to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.dtensor import DTensor, replicate_rest
-from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import (
     FusedShard,
     Placement,
     Replicate,
     Shard,
 )
+from hyper_parallel.core.modules.layouts import Crossing, ModuleLayouts
 from hyper_parallel.core.tensor_parallel.base import (
+    LayoutStyle,
     ParallelStyle,
-    checked_placement,
-    first_tensor,
-    handed_out,
+    check_placement,
     own_tensor,
 )
-from hyper_parallel.core.tensor_parallel.line import RUNNING, Line
 from hyper_parallel.core.tensor_parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -51,127 +51,105 @@ __all__ = [
     "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
-    "see_whole_tensors",
 ]
 
 platform = get_platform()
 
 
-class _Projected(ParallelStyle):
+@dataclass(frozen=True, repr=False, kw_only=True)
+class _Projected(LayoutStyle):
     """A style for modules with one weight: Linear, Embedding, convolution."""
 
-    def __init__(
-        self, input_layouts: Any, output_layouts: Any, use_local_output: bool
-    ) -> None:
-        self.input_layouts = checked_placement("input_layouts", input_layouts)
-        self.output_layouts = checked_placement("output_layouts", output_layouts)
-        self.use_local_output = use_local_output
+    input_layouts: Placement | None = None
+    output_layouts: Placement | None = None
+    use_local_output: bool | None = None
 
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        given = {
+    def __post_init__(self) -> None:
+        check_placement("input_layouts", self.input_layouts)
+        check_placement("output_layouts", self.output_layouts)
+
+    def _options(self) -> dict[str, Any]:
+        options = {
             "input_layouts": self.input_layouts,
             "output_layouts": self.output_layouts,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in options.items() if value is not None}
 
     def _projection(self, module: Any) -> Projection:
-        found = platform.projection(module)
-        if found is None:
+        projection = platform.projection(module)
+        if projection is None:
             raise coded(
                 TypeError,
                 "HP403",
                 f"{type(self).__name__}: expected a linear layer, an embedding or a convolution, got "
                 f"{type(module).__name__}; apply it to the layers inside, or use another style",
             )
-        return found
+        return projection
 
-    def _enclose(
-        self,
-        module: Any,
-        line: Line,
-        plain: Placement,
-        wanted: Placement,
-        leaving: Placement,
-    ) -> None:
-        """Has inputs come in as ``wanted`` and outputs leave as ``leaving``; plain inputs lie as ``plain``."""
+    def _layouts(
+        self, module: Any, *, weight: Placement, bias: Placement, **placements: Any
+    ) -> ModuleLayouts:
+        """Of the placements that the input has if it is plain, that forward wants, and that the output has."""
         projection = self._projection(module)
-        sizes = (
-            {projection.features: own_tensor(module, "weight").shape[projection.into]}
-            if plain == wanted
-            else None
+        plain, wanted, leaving = (
+            placements[name] for name in ("plain", "wanted", "leaving")
         )
-        take, move_in, move_out = (
-            line.taker(plain, sizes),
-            line.mover(wanted),
-            line.mover(leaving),
+        features = projection.features
+        size = None
+        if plain == wanted:
+            size = features, own_tensor(module, "weight").shape[projection.into]
+        # Only the feature size is known to the next layer; other sizes on other ranks are not.
+        return ModuleLayouts(
+            parameters=(("weight", weight), ("bias", bias)),
+            first_input=Crossing(plain, wanted, size=size),
+            output=Crossing(
+                wanted=leaving,
+                to_local=self.use_local_output,
+                may_be_uneven=leaving == Shard(features),
+            ),
         )
-        local = self.use_local_output
-        by_feature = leaving == Shard(projection.features)
-
-        def enter(owner: Any, args: tuple[Any, ...]) -> Any:
-            return move_in(take(owner, first_tensor(owner, args))), *args[1:]
-
-        def leave(owner: Any, _: Any, output: Any) -> Any:
-            output = move_out(output) if isinstance(output, DTensor) else output
-            # The next layer knows how many features there are, but of nothing else how much others have.
-            return (
-                handed_out(owner, output, may_be_uneven=by_feature) if local else output
-            )
-
-        platform.register_forward_pre_hook(module, enter)
-        platform.register_forward_hook(module, leave)
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
 class ColwiseParallel(_Projected):
-    """Cuts what the module makes: a Linear's weight and bias by rows, an Embedding's by columns.
+    """Shards the module's outputs: a Linear's weight and bias by rows, an Embedding's weight by columns.
 
-    ``heads``: how many heads its outputs are, for attention; they must be shared evenly.
+    ``heads``: the number of attention heads in its outputs; the ranks must share them evenly.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        heads: int | None = None,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)
-        self.heads = heads
+    heads: int | None = None
 
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        return {
-            **super().told(),
-            **({"heads": self.heads} if self.heads is not None else {}),
-        }
+    def _options(self) -> dict[str, Any]:
+        heads = {} if self.heads is None else {"heads": self.heads}
+        return {**super()._options(), **heads}
 
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        projection, line = self._projection(module), Line(device_mesh)
-        self._check_heads(
-            own_tensor(module, "weight").shape[projection.out], device_mesh
+    def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:
+        """The layouts of the module's parameters, input and output."""
+        projection = self._projection(module)
+        outputs = own_tensor(module, "weight").shape[projection.out]
+        self._check_heads(outputs, device_mesh)
+        return self._layouts(
+            module,
+            weight=self._shard(projection.out, outputs),
+            bias=self._shard(0, outputs),
+            plain=self.input_layouts or Replicate(),
+            wanted=Replicate(),
+            leaving=self.output_layouts or self._shard(projection.features, outputs),
         )
-        self._distribute(module, "weight", device_mesh, self._cut(projection.out))
-        self._distribute(module, "bias", device_mesh, self._cut(0))
-        leaving = self.output_layouts or self._cut(projection.features)
-        self._enclose(
-            module, line, self.input_layouts or Replicate(), Replicate(), leaving
-        )
-        return module
 
-    def _cut(self, dim: int) -> Placement:
+    def _shard(self, dim: int, outputs: int) -> Placement:  # noqa: ARG002 - fused sections need the size
         return Shard(dim)
 
     def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
-        if self.heads is not None and outputs % self.heads:
+        if self.heads is None:
+            return
+        if outputs % self.heads:
             raise coded(
                 ValueError,
                 "HP404",
                 f"{type(self).__name__}: {outputs} outputs are not those of {self.heads} heads",
             )
-        if self.heads is not None and self.heads % mesh.size():
+        if self.heads % mesh.size():
             raise coded(
                 ValueError,
                 "HP404",
@@ -180,38 +158,29 @@ class ColwiseParallel(_Projected):
             )
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
 class FusedColwiseParallel(ColwiseParallel):
     """ColwiseParallel for several projections in one module: q, k and v, or gate and up.
 
-    ``sections``: how many of one size, or the size of each. Each is cut by itself, so that taking the output apart
-    leaves every rank with its part of each.
+    ``sections``: the number of sections of one size, or the size of each. Each is sharded by itself, so that splitting
+    the output leaves every rank with its part of each.
     """
 
-    def __init__(
-        self,
-        *,
-        sections: int | Sequence[int],
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        heads: int | None = None,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-            heads=heads,
-        )
-        self.sections = sections if isinstance(sections, int) else tuple(sections)
-        self._sizes: tuple[int, ...] = ()
+    sections: int | Sequence[int]
 
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
-        return {"sections": self.sections, **super().told()}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.sections, int):
+            object.__setattr__(self, "sections", tuple(self.sections))
 
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        outputs = own_tensor(module, "weight").shape[self._projection(module).out]
+    def _options(self) -> dict[str, Any]:
+        return {"sections": self.sections, **super()._options()}
+
+    def _shard(self, dim: int, outputs: int) -> Placement:
+        return FusedShard(dim, self._sizes(outputs))
+
+    def _sizes(self, outputs: int) -> tuple[int, ...]:
+        """The size of each section."""
         if isinstance(self.sections, int):
             if outputs % self.sections:
                 raise coded(
@@ -219,143 +188,83 @@ class FusedColwiseParallel(ColwiseParallel):
                     "HP404",
                     f"FusedColwiseParallel: {outputs} outputs are not {self.sections} sections of a size",
                 )
-            self._sizes = (outputs // self.sections,) * self.sections
-        else:
-            if sum(self.sections) != outputs:
-                raise coded(
-                    ValueError,
-                    "HP404",
-                    f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs",
-                )
-            self._sizes = self.sections
-        return super().apply(module, device_mesh)
-
-    def _cut(self, dim: int) -> Placement:
-        return FusedShard(dim, self._sizes)
-
-    def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
-        """``heads`` are those of all sections together; each section must have an even share of them."""
-        if self.heads is None:
-            return
-        size, left = divmod(outputs, self.heads)
-        if left or any(section % (size * mesh.size()) for section in self._sizes):
+            return (outputs // self.sections,) * self.sections
+        if sum(self.sections) != outputs:
             raise coded(
                 ValueError,
                 "HP404",
-                f"FusedColwiseParallel: {self.heads} heads in sections of {self._sizes} cannot be shared evenly by "
+                f"FusedColwiseParallel: sections {self.sections} do not add up to {outputs} outputs",
+            )
+        return tuple(self.sections)
+
+    def _check_heads(self, outputs: int, mesh: DeviceMesh) -> None:
+        """``heads`` are those of all sections together; each section must have an even share of them."""
+        sizes = self._sizes(outputs)
+        if self.heads is None:
+            return
+        size, left = divmod(outputs, self.heads)
+        if left or any(section % (size * mesh.size()) for section in sizes):
+            raise coded(
+                ValueError,
+                "HP404",
+                f"FusedColwiseParallel: {self.heads} heads in sections of {sizes} cannot be shared evenly by "
                 f"the {mesh.size()} ranks of {mesh}; take a mesh whose size divides the number of heads of every "
                 "section",
             )
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
 class RowwiseParallel(_Projected):
-    """Cuts what the module takes: a Linear's weight by columns, an Embedding's by rows. The outputs are sums."""
+    """Shards the module's inputs: a Linear's weight by columns, an Embedding's by rows. The outputs are summed."""
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output)
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        projection, line = self._projection(module), Line(device_mesh)
-        self._distribute(module, "weight", device_mesh, Shard(projection.into))
-        self._distribute(module, "bias", device_mesh, Replicate())
-        wanted = (
-            Replicate()
-            if projection.kind == "embedding"
-            else Shard(projection.features)
-        )
-        self._enclose(
+    def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
+        """The layouts of the module's parameters, input and output."""
+        projection = self._projection(module)
+        is_embedding = projection.kind == "embedding"
+        wanted = Replicate() if is_embedding else Shard(projection.features)
+        return self._layouts(
             module,
-            line,
-            self.input_layouts or wanted,
-            wanted,
-            self.output_layouts or Replicate(),
+            weight=Shard(projection.into),
+            bias=Replicate(),
+            plain=self.input_layouts or wanted,
+            wanted=wanted,
+            leaving=self.output_layouts or Replicate(),
         )
-        return module
 
 
-class SequenceParallel(ParallelStyle):
-    """For norms and dropout: parameters are copies, activations are cut at ``sequence_dim``."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class SequenceParallel(LayoutStyle):
+    """For norms and dropout: parameters are replicated, activations are sharded at ``sequence_dim``."""
 
-    def __init__(
-        self, *, sequence_dim: int = 1, use_local_output: bool = False
-    ) -> None:
-        self.sequence_dim = sequence_dim
-        self.use_local_output = use_local_output
+    sequence_dim: int = 1
+    use_local_output: bool = False
 
-    def told(self) -> dict[str, Any]:
-        """What the style was told beyond its defaults."""
+    def _options(self) -> dict[str, Any]:
         return {"sequence_dim": self.sequence_dim} if self.sequence_dim != 1 else {}
 
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        for name, _ in platform.own_tensors(module):
-            self._distribute(module, name, device_mesh, Replicate())
-        line, cut = Line(device_mesh), Shard(self.sequence_dim)
-        take, move = line.taker(cut), line.mover(cut)
-
-        def enter(owner: Any, args: tuple[Any, ...]) -> Any:
-            return move(take(owner, first_tensor(owner, args))), *args[1:]
-
-        platform.register_forward_pre_hook(module, enter)
-        if self.use_local_output:
-            platform.register_forward_hook(
-                module, lambda owner, _, output: handed_out(owner, output)
-            )
-        return module
+    def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
+        """The layouts of the module's parameters, input and output."""
+        names = [name for name, _ in platform.own_tensors(module)]
+        sharded = Shard(self.sequence_dim)
+        return ModuleLayouts(
+            parameters=tuple((name, Replicate()) for name in names),
+            first_input=Crossing(sharded, sharded),
+            output=Crossing(to_local=self.use_local_output),
+        )
 
 
-# --- a whole model
-
-
-class Replicated(ParallelStyle):
-    """Copies on every rank: the parameters and buffers that no other style has placed, inputs, and all between.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Replicated(LayoutStyle):
+    """Replicates the parameters and buffers that no other style has placed, the inputs, and everything in between.
 
     Plain tensors that go into the module become distributed ones. Inside, a plain tensor (a mask, a table, positions)
-    counts as the same on every rank: with global shapes, all ranks make the same one.
+    counts as the same on every rank: with global shapes, all ranks make the same one. Styles inside return distributed
+    tensors unless they say otherwise.
     """
 
-    def __init__(self, *, use_local_output: bool = False) -> None:
-        self.use_local_output = use_local_output
+    use_local_output: bool = False
 
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Puts the module on a mesh of one axis and returns it."""
-        replicate_rest(module, device_mesh, self.src_data_rank)
-        see_whole_tensors(module, Line(device_mesh))
-        if self.use_local_output:
-            platform.register_forward_hook(
-                module,
-                lambda owner, _, output: platform.apply_to_tensors(
-                    lambda x: handed_out(owner, x), output
-                ),
-            )
-        return module
-
-
-def see_whole_tensors(module: Any, line: Line) -> None:
-    """Has a module get distributed tensors for plain ones, and take plain tensors that it makes for copies."""
-
-    take = line.taker()
-
-    def enter(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = platform.apply_to_tensors(
-            lambda x: take(owner, x), (args, kwargs)
-        )
-        RUNNING.stack.append((owner, MODES.replicate_plain))
-        MODES.replicate_plain = True
-        return args, kwargs
-
-    def leave(owner: Any, *_: Any) -> None:
-        if (
-            RUNNING.stack and RUNNING.stack[-1][0] is owner
-        ):  # not where an input was refused
-            _, MODES.replicate_plain = RUNNING.stack.pop()
-
-    platform.register_forward_pre_hook(module, enter, with_kwargs=True)
-    platform.register_forward_hook(module, leave, always_call=True)
+    def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
+        """The layouts of everything in the module."""
+        output = Crossing(to_local=True) if self.use_local_output else None
+        return ModuleLayouts(output=output, replicates_rest=True)

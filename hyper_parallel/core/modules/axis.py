@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One axis of devices, along which a style places what goes into a module and what comes out.
+"""One axis of a mesh, along which a style places what goes into a module and what comes out.
 
-line = Line(mesh["tp"])
-take = line.taker(Replicate())      take(module, x): a distributed tensor of a plain one that is the same along the axis
-move = line.mover(Shard(1))         move(x): cut along the axis; what other axes do to it stays as it is
+axis = MeshAxis(mesh["tp"])
+wrap = axis.wrap_fn(Replicate())               wrap(module, x): a distributed tensor, the same along the axis
+redistribute = axis.redistribute_fn(Shard(1))  redistribute(x): sharded along the axis; its other placements stay
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.modules.running import is_inside_model
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded, without_hint
 from hyper_parallel.platform.order import first_compared
@@ -31,9 +31,9 @@ _BATCH = "_hyper_parallel_batch"
 
 @dataclass(frozen=True)
 class Batch:
-    """What plain tensors are to the modules of a model that is copied along data axes: parts of a batch, cut at a dim.
+    """What plain tensors are to the modules of a model replicated along data axes: parts of a batch, sharded at a dim.
 
-    ``mesh`` has all axes that the model lies on, ``axes`` are those that cut the batch.
+    ``mesh`` has all axes of the model, ``axes`` are those that shard the batch.
     """
 
     mesh: DeviceMesh
@@ -41,58 +41,43 @@ class Batch:
     dim: int
 
     def placements(self, ndim: int) -> list[Placement]:
-        """How a plain tensor lies on every axis; one without a batch is the same everywhere."""
-        cut = -ndim <= self.dim < ndim
+        """The placements of a plain tensor; one without a batch dim is the same everywhere."""
+        has_batch = -ndim <= self.dim < ndim
         return [
-            Shard(self.dim) if cut and axis in self.axes else Replicate()
+            Shard(self.dim) if has_batch and axis in self.axes else Replicate()
             for axis in range(self.mesh.ndim)
         ]
 
 
 def set_batch(module: Any, batch: Batch) -> None:
-    """From now on plain tensors are parts of a batch to this module."""
+    """Makes plain tensors parts of a batch to this module."""
     setattr(module, _BATCH, batch)
 
 
 def batch_of(module: Any) -> Batch | None:
-    """What plain tensors are to a module, if that was said."""
-    found: Batch | None = vars(module).get(_BATCH)
-    return found
+    """What plain tensors are to a module of a model on a data axis; None without one."""
+    batch: Batch | None = vars(module).get(_BATCH)
+    return batch
 
 
-class _Running(threading.local):
-    """The modules that are running now in which plain tensors count as copies, and what held before."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[Any, bool]] = []
+Wrap = Callable[[Any, Any], DTensor]  # of a module and a value that goes into it
+Redistribute = Callable[[DTensor], DTensor]
 
 
-RUNNING = _Running()
-
-
-def is_inside_model() -> bool:
-    """Whether a model runs whose inputs have been placed: a plain tensor is then one that it has made."""
-    return bool(RUNNING.stack)
-
-
-Take = Callable[[Any, Any], DTensor]  # of a module and what goes into it
-Move = Callable[[DTensor], DTensor]
-
-
-class Line:
-    """A mesh of one axis. Tensors may lie on a mesh with more axes, of which it is one."""
+class MeshAxis:
+    """A mesh of one axis. Tensors may be on a mesh with more axes, one of which it is."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def taker(
+    def wrap_fn(
         self, placement: Placement | None = None, sizes: Mapping[int, int] | None = None
-    ) -> Take:
-        """A function that makes distributed tensors of plain ones that lie like this along the axis.
+    ) -> Wrap:
+        """A function that wraps plain tensors with this placement along the axis as distributed ones.
 
-        Without a placement they are the same along the axis, or where that is a data axis a part of the batch. What a
-        model has made while it runs is the same on every rank, whatever the placement.
-        ``sizes``: of the whole, by dim, where shards may differ in size.
+        Without a placement they are the same along the axis, or a part of the batch along a data axis. What a model
+        has made while it runs is the same on every rank, whatever the placement.
+        ``sizes``: global sizes by dim, where shards may differ in size.
         """
         known: dict[Any, tuple[Layout, Any]] = {}  # by the shape of the shard
         checks = first_compared(
@@ -100,63 +85,60 @@ class Line:
             variable=HYPER_PARALLEL_CHECK_BATCHES,
         )
 
-        def taken(module: Any, value: Any) -> DTensor:
+        def wrap(module: Any, value: Any) -> DTensor:
             nonlocal checks
             if isinstance(value, DTensor):
                 return value
             batch, made_inside = batch_of(module), is_inside_model()
             key = (value.shape, batch, made_inside)
-            found = known.get(key)
-            if found is not None and not checks and platform.is_dense(value):
-                return DTensor.of_plain(value, *found)
+            seen = known.get(key)
+            if seen is not None and not checks and platform.is_dense(value):
+                return DTensor.of_plain(value, *seen)
+            ndim = len(value.shape)
             if made_inside:
-                layout, whole = (
-                    _layout_of_copies(
-                        self.mesh if batch is None else batch.mesh, len(value.shape)
-                    ),
-                    None,
-                )
+                mesh = self.mesh if batch is None else batch.mesh
+                layout, shape = _replicated_layout(mesh, ndim), None
             else:
-                layout = _layout_of_plain(self.mesh, batch, placement, len(value.shape))
-                whole = _whole(layout, value.shape, sizes)
-            made = _placed(module, value, layout, whole, check=checks > 0)
+                layout = _layout_of_plain(self.mesh, batch, placement, ndim)
+                shape = _global_shape(layout, value.shape, sizes)
+            wrapped = _wrap(module, value, layout, shape, check=checks > 0)
             checks = max(0, checks - 1)
-            known[key] = layout, made.shape
-            return made
+            known[key] = layout, wrapped.shape
+            return wrapped
 
-        return taken
+        return wrap
 
-    def mover(self, placement: Placement) -> Move:
+    def redistribute_fn(self, placement: Placement) -> Redistribute:
         """A function that gives tensors another placement along the axis."""
         targets: dict[Layout, Layout] = {}
 
-        def moved(value: DTensor) -> DTensor:
+        def redistribute(value: DTensor) -> DTensor:
             layout = value._layout
             target = targets.get(layout)
             if target is None:
                 target = targets[layout] = _layout_with(layout, self.mesh, placement)
             return value if target is layout else value.redistribute(None, target)
 
-        return moved
+        return redistribute
 
 
-def _whole(
-    layout: Layout, shape: Sequence[int], sizes: Mapping[int, int] | None
+def _global_shape(
+    layout: Layout, local: Sequence[int], sizes: Mapping[int, int] | None
 ) -> list[int] | None:
-    """The shape of the whole where more is known than the shape of a shard."""
+    """The global shape where it does not follow from the shape of a shard; else None."""
     if not sizes or not any(layout.dim_axes[dim] for dim in sizes):
         return None
-    whole = list(layout.get_global_shape(shape))
+    shape = list(layout.get_global_shape(local))
     for dim, size in sizes.items():
-        whole[dim] = size
-    return whole
+        shape[dim] = size
+    return shape
 
 
-def _placed(
-    module: Any, value: Any, layout: Layout, whole: Sequence[int] | None, check: bool
+def _wrap(
+    module: Any, value: Any, layout: Layout, shape: Sequence[int] | None, check: bool
 ) -> DTensor:
     try:
-        return DTensor.from_local(value, None, layout, shape=whole, run_check=check)
+        return DTensor.from_local(value, None, layout, shape=shape, run_check=check)
     except ValueError as error:
         if not check:
             raise
@@ -171,7 +153,7 @@ def _placed(
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of_copies(mesh: DeviceMesh, ndim: int) -> Layout:
+def _replicated_layout(mesh: DeviceMesh, ndim: int) -> Layout:
     return Layout.from_device_mesh(mesh)([Replicate()] * mesh.ndim).bind(ndim)
 
 
@@ -194,33 +176,31 @@ def _layout_with(layout: Layout, mesh: DeviceMesh, placement: Placement) -> Layo
     return layout.with_placements(placements)
 
 
-def axis_of(mesh: DeviceMesh, line: DeviceMesh) -> int:
-    """Which axis of a mesh a mesh of one axis is."""
-    found = [
+def axis_of(mesh: DeviceMesh, axis_mesh: DeviceMesh) -> int:
+    """The index of the axis that a mesh of one axis is in a mesh."""
+    matching = [
         axis
         for axis in range(mesh.ndim)
-        if tuple(mesh.get_rank_list_along_axis(axis)) == line.rank_list
+        if tuple(mesh.get_rank_list_along_axis(axis)) == axis_mesh.rank_list
     ]
-    if (
-        line.mesh_dim_names and mesh.mesh_dim_names and len(found) > 1
-    ):  # axes of one rank are alike but for the name
-        found = [
-            axis
-            for axis in found
-            if mesh.mesh_dim_names[axis] == line.mesh_dim_names[0]
-        ]
-    if not found:
+    names = mesh.mesh_dim_names
+    if axis_mesh.mesh_dim_names and names and len(matching) > 1:
+        # Axes of one rank differ in nothing but the name.
+        own = axis_mesh.mesh_dim_names[0]
+        matching = [axis for axis in matching if names[axis] == own]
+    if not matching:
         raise coded(
             ValueError,
             "HP409",
-            f"a tensor on {mesh} came to a module that lies on {line}, which is none of its axes",
+            f"the tensor is on {mesh}, but the module is parallelized over {axis_mesh}, which is not an axis of the "
+            "tensor's mesh",
         )
-    return found[0]
+    return matching[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def is_even(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether all ranks have shards of one shape, so that the whole can be told from any of them."""
+    """Whether all ranks have shards of one shape, from which the global shape follows."""
     return (
         layout.get_global_shape(layout.local_shape(shape, [0] * layout.mesh.ndim))
         == shape

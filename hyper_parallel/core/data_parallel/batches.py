@@ -13,7 +13,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.line import Batch, batch_of
+from hyper_parallel.core.modules.axis import Batch, batch_of
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
