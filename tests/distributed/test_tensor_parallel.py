@@ -773,3 +773,101 @@ def test_no_warning_in_a_plan_that_fits():
         parallelize_module(
             Block(), tp(), block_plan(sequence_parallel=True, local=False)
         )
+
+
+# --- where outputs stay distributed by default
+
+
+class Wide(nn.Module):
+    """An MLP, written for one device, that looks at its global shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        h = self.up(x)
+        assert h.shape[-1] == 8
+        return self.down(h.relu() + torch.arange(8.0, dtype=h.dtype))
+
+
+def by_default(**how):
+    return {"up": ColwiseParallel(**how), "down": RowwiseParallel(**how)}
+
+
+@on_ranks(4)
+def test_inside_a_replicated_model_outputs_stay_distributed():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    one, x = fresh(Wide), draw(4, 6)
+    one(x).pow(2).mean().backward()
+    part = x.chunk(2)[mesh["dp"].get_local_rank()]
+
+    def check(many, given):
+        out = many(given)
+        assert isinstance(out, DTensor)
+        out.pow(2).mean().backward()
+        same(out, one(x))
+        same_gradients(many, one)
+        assert isinstance(many.up(given), DTensor)  # also outside of the model's call
+
+    plan = {**by_default(), "": Replicated()}
+    check(parallelize_module(copy.deepcopy(one), mesh["tp"], plan), x)
+    # In another order, and by replicate alone.
+    many = parallelize_module(copy.deepcopy(one), mesh["tp"], Replicated())
+    with pytest.raises(ValueError, match="already lies in"):
+        parallelize_module(many, mesh["tp"], by_default())
+    many = parallelize_module(copy.deepcopy(one), mesh["tp"], by_default())
+    check(replicate(many, mesh["dp"]), part)
+    twin = copy.deepcopy(many)
+    assert isinstance(twin(part), DTensor)
+
+
+@on_ranks(2)
+def test_elsewhere_outputs_are_plain_by_default_and_what_is_said_counts():
+    mesh, x = tp(), draw(4, 6)
+    many = parallelize_module(fresh(Block), mesh, {"up": ColwiseParallel()})
+    assert type(many.up(draw(4, 8))) is torch.Tensor
+    plan = {**by_default(use_local_output=True), "": Replicated()}
+    many = parallelize_module(fresh(Wide), mesh, plan)
+    with pytest.raises(ValueError, match=r"plain tensors are taken for copies.*HP406"):
+        many(x)
+    plan = {**by_default(), "": Replicated(use_local_output=True)}
+    out = parallelize_module(fresh(Wide), mesh, plan)(x)
+    assert type(out) is torch.Tensor
+    same(out, fresh(Wide)(x))
+
+
+class Projects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, a, b):
+        return self.up(a), b
+
+
+@on_ranks(4)
+def test_a_style_and_a_data_axis_on_one_module_agree_on_its_inputs():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    one, x = fresh(nn.Linear, 6, 8), draw(4, 6)
+    one(x).pow(2).mean().backward()
+    style = RowwiseParallel(output_layouts=S(1))  # a plain input is sharded along tp
+    many = parallelize_module(copy.deepcopy(one), mesh["tp"], style)
+    replicate(many, mesh["dp"])
+    rows = x.chunk(2)[mesh["dp"].get_local_rank()]
+    out = many(rows.chunk(2, 1)[mesh["tp"].get_local_rank()])
+    assert out.placements == (S(0), S(1))
+    out.pow(2).mean().backward()
+    same(out, one(x))
+    same_gradients(many, one)
+    prepare = PrepareModuleInput(
+        input_kwarg_layouts={"b": S(1)}, desired_input_kwarg_layouts={"b": S(1)}
+    )
+    one = fresh(Projects)
+    plan = {"up": ColwiseParallel(), "": prepare}
+    many = parallelize_module(copy.deepcopy(one), mesh["tp"], plan)
+    replicate(many, mesh["dp"])
+    y, b = many(rows, b=rows.chunk(2, 1)[mesh["tp"].get_local_rank()])
+    assert (y.placements, b.placements) == ((S(0), S(1)), (S(0), S(1)))
+    same(y, one(x, x)[0])
+    same(b, x)
