@@ -30,16 +30,36 @@ from hyper_parallel.platform import (
 )
 
 if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel import (
+        local_batch,
+        replicate,
+        same_everywhere,
+    )
+    from hyper_parallel.core.distributed_checkpoint import async_save, load, save
     from hyper_parallel.core.dtensor.dtensor import (
         DTensor,
         distribute_module,
         distribute_tensor,
     )
-    from hyper_parallel.core.dtensor.modes import SkipDTensorDispatch
+    from hyper_parallel.core.dtensor.initialisation import init_empty_weights
+    from hyper_parallel.core.dtensor.ledger import CommunicationLedger
+    from hyper_parallel.core.dtensor.modes import (
+        SkipDTensorDispatch,
+        explicit,
+        implicit_replication,
+        strict,
+    )
     from hyper_parallel.core.tensor_parallel import (
         ColwiseParallel,
+        FusedColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        Replicated,
         RowwiseParallel,
         SequenceParallel,
+        loss_parallel,
+        parallel_table,
         parallelize_module,
     )
     from hyper_parallel.verification import verify
@@ -50,43 +70,77 @@ __all__ = [
     "CheckpointPolicy",
     "ColwiseParallel",
     "CommunicationError",
+    "CommunicationLedger",
     "DTensor",
     "DeviceMesh",
+    "FusedColwiseParallel",
     "FusedShard",
     "Layout",
     "Partial",
     "Platform",
     "PlatformType",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RaggedShard",
     "Replicate",
+    "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
     "Shard",
     "SkipDTensorDispatch",
     "StridedShard",
     "ZigzagShard",
+    "async_save",
     "distribute_module",
     "distribute_tensor",
+    "explicit",
     "get_current_mesh",
     "get_platform",
+    "implicit_replication",
     "init_device_mesh",
+    "init_empty_weights",
+    "load",
+    "local_batch",
+    "loss_parallel",
+    "parallel_table",
     "parallelize_module",
+    "replicate",
+    "same_everywhere",
+    "save",
+    "strict",
     "verify",
 ]
 
-# Tensors of the framework: asking for them chooses the framework and imports it.
-_OF_THE_FRAMEWORK = {
-    **dict.fromkeys(
-        ("DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"),
-        "core.dtensor.dtensor",
+# Names that need a framework: asking for one chooses the framework and imports it.
+_HOMES = {
+    "core.data_parallel": ("local_batch", "replicate", "same_everywhere"),
+    "core.distributed_checkpoint": ("async_save", "load", "save"),
+    "core.dtensor.dtensor": ("DTensor", "distribute_module", "distribute_tensor"),
+    "core.dtensor.initialisation": ("init_empty_weights",),
+    "core.dtensor.ledger": ("CommunicationLedger",),
+    "core.dtensor.modes": (
+        "SkipDTensorDispatch",
+        "explicit",
+        "implicit_replication",
+        "strict",
     ),
-    **dict.fromkeys(
-        ("ColwiseParallel", "RowwiseParallel", "SequenceParallel"),
-        "core.tensor_parallel.style",
+    "core.tensor_parallel": (
+        "ColwiseParallel",
+        "FusedColwiseParallel",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "Replicated",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "loss_parallel",
+        "parallel_table",
+        "parallelize_module",
     ),
-    "parallelize_module": "core.tensor_parallel.api",
-    "verify": "verification.api",
+    "verification": ("verify",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def _dispatcher() -> Any:
@@ -99,12 +153,11 @@ _operators_come_from(_dispatcher)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_THE_FRAMEWORK:
+    if name in _HOME_OF:
         import importlib
 
-        return getattr(
-            importlib.import_module(f"{__name__}.{_OF_THE_FRAMEWORK[name]}"), name
-        )
+        home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
+        return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
