@@ -11,16 +11,16 @@ from hyper_parallel import (
     RowwiseParallel,
     get_platform,
     init_device_mesh,
+    load,
     parallelize_module,
+    replicate,
 )
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointManager,
     OptimizerState,
     RandomState,
-    load,
     read_objects,
 )
-from hyper_parallel.core.tensor_parallel import replicate
 
 platform = get_platform()
 platform.init_process_group()
@@ -32,8 +32,8 @@ def trained_state(mesh, steps):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 30), nn.GELU(), nn.Linear(30, 5))
     plan = {
-        "0": ColwiseParallel(use_local_output=False),
-        "2": RowwiseParallel(use_local_output=False),
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(),
     }
     model = replicate(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters())

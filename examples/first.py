@@ -8,9 +8,11 @@ from hyper_parallel import (
     RowwiseParallel,
     get_platform,
     init_device_mesh,
+    loss_parallel,
+    parallel_table,
     parallelize_module,
+    replicate,
 )
-from hyper_parallel.core.tensor_parallel import loss_parallel, parallel_table, replicate
 
 platform = get_platform()
 platform.init_process_group()
@@ -24,8 +26,8 @@ def model():
 
 # The first layer's outputs and the second one's inputs are cut along tp, the batch along dp. Sizes need not divide.
 plan = {
-    "0": ColwiseParallel(use_local_output=False),
-    "2": RowwiseParallel(use_local_output=False),
+    "0": ColwiseParallel(),
+    "2": RowwiseParallel(),
 }
 many = replicate(parallelize_module(model(), mesh["tp"], plan), mesh["dp"])
 

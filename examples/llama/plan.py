@@ -5,12 +5,13 @@ from typing import Any
 from hyper_parallel import (
     ColwiseParallel,
     Replicate,
+    Replicated,
     RowwiseParallel,
     SequenceParallel,
     Shard,
     parallelize_module,
+    replicate,
 )
-from hyper_parallel.core.tensor_parallel import Replicated, replicate
 
 
 def put_on_mesh(model: Any, mesh: Any, *, sequence_parallel: bool = False) -> Any:
@@ -18,28 +19,21 @@ def put_on_mesh(model: Any, mesh: Any, *, sequence_parallel: bool = False) -> An
 
     It is the same for both frameworks: the parts of the model have the same names.
     """
-    heads, kv_heads, whole = (
-        model.config.heads,
-        model.config.kv_heads,
-        {"use_local_output": False},
-    )
-    stream = (
-        Shard(1) if sequence_parallel else Replicate()
-    )  # how activations lie between the layers
+    heads, kv_heads = model.config.heads, model.config.kv_heads
+    # The placement of activations between the layers.
+    stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
     plan = {
-        "embed": RowwiseParallel(
-            output_layouts=stream, **whole
-        ),  # the vocabulary is cut
+        "embed": RowwiseParallel(output_layouts=stream),  # the vocabulary is sharded
         "blocks.*.*_norm": norm,
-        "blocks.*.attention.wq": ColwiseParallel(heads=heads, **whole),
-        "blocks.*.attention.w[kv]": ColwiseParallel(heads=kv_heads, **whole),
-        "blocks.*.attention.wo": RowwiseParallel(output_layouts=stream, **whole),
-        "blocks.*.mlp.gate": ColwiseParallel(**whole),
-        "blocks.*.mlp.up": ColwiseParallel(**whole),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream, **whole),
+        "blocks.*.attention.wq": ColwiseParallel(heads=heads),
+        "blocks.*.attention.w[kv]": ColwiseParallel(heads=kv_heads),
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        "blocks.*.mlp.gate": ColwiseParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream),
         "norm": norm,
-        "head": ColwiseParallel(**whole),  # the logits are cut as the vocabulary is
+        "head": ColwiseParallel(),  # the logits are sharded as the vocabulary is
         "": Replicated(),  # what is left is the same on all ranks
     }
     parallelize_module(model, mesh["tp"], plan)

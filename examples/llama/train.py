@@ -26,16 +26,19 @@ from rich.progress import (
 )
 
 from data import Corpus
-from hyper_parallel import get_platform, init_device_mesh
+from hyper_parallel import (
+    CommunicationLedger,
+    get_platform,
+    init_device_mesh,
+    load,
+    loss_parallel,
+)
 from hyper_parallel.core.distributed_checkpoint import (
     CheckpointManager,
     OptimizerState,
     RandomState,
-    load,
     read_objects,
 )
-from hyper_parallel.core.dtensor.ledger import CommunicationLedger
-from hyper_parallel.core.tensor_parallel import loss_parallel
 from model import Config, Llama
 from plan import put_on_mesh
 

@@ -9,34 +9,31 @@ loss = model(input_ids, attention_mask=mask, labels=labels).loss
 
 from hyper_parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
+    PrepareModuleInput,
     Replicate,
+    Replicated,
     RowwiseParallel,
     SequenceParallel,
     Shard,
-)
-from hyper_parallel.core.tensor_parallel import (
-    FusedColwiseParallel,
-    PrepareModuleInput,
-    Replicated,
 )
 
 
 def llama(config, sequence_parallel=False):
     """LlamaForCausalLM; also with its output layer tied to the embedding."""
-    between = (
-        Shard(1) if sequence_parallel else Replicate()
-    )  # how activations lie between the blocks
+    # The placement of activations between the blocks.
+    between = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    columns = ColwiseParallel(use_local_output=False)
-    rows = RowwiseParallel(output_layouts=between, use_local_output=False)
+    columns = ColwiseParallel()
+    rows = RowwiseParallel(output_layouts=between)
     return {
         "model.embed_tokens": rows,
         "model.layers.*.*layernorm": norm,
         "model.layers.*.self_attn.q_proj": ColwiseParallel(
-            use_local_output=False, heads=config.num_attention_heads
+            heads=config.num_attention_heads
         ),
         "model.layers.*.self_attn.[kv]_proj": ColwiseParallel(
-            use_local_output=False, heads=config.num_key_value_heads
+            heads=config.num_key_value_heads
         ),
         "model.layers.*.self_attn.o_proj": rows,
         "model.layers.*.mlp.gate_proj": columns,
@@ -52,11 +49,9 @@ def gpt2(config, sequence_parallel=False):
     """GPT2LMHeadModel: q, k and v are one projection, the output layer is the token embedding."""
     between = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    columns = ColwiseParallel(use_local_output=False)
-    rows = RowwiseParallel(output_layouts=between, use_local_output=False)
-    qkv = FusedColwiseParallel(
-        sections=3, heads=3 * config.num_attention_heads, use_local_output=False
-    )
+    columns = ColwiseParallel()
+    rows = RowwiseParallel(output_layouts=between)
+    qkv = FusedColwiseParallel(sections=3, heads=3 * config.num_attention_heads)
     return {
         "transformer.wte": rows,
         "transformer.h.*.ln_?": norm,
@@ -77,9 +72,9 @@ def bert(config, sequence_parallel=False):
     numbers = PrepareModuleInput(
         input_layouts=Replicate(), desired_input_layouts=between
     )  # of positions and types
-    columns = ColwiseParallel(use_local_output=False)
-    rows = RowwiseParallel(output_layouts=between, use_local_output=False)
-    heads = ColwiseParallel(use_local_output=False, heads=config.num_attention_heads)
+    columns = ColwiseParallel()
+    rows = RowwiseParallel(output_layouts=between)
+    heads = ColwiseParallel(heads=config.num_attention_heads)
     return {
         "bert.embeddings.word_embeddings": rows,
         "bert.embeddings.position_embeddings": numbers,

@@ -44,9 +44,8 @@ def train(framework: Any) -> None:
     state = {
         "model": ModelState(model),  # float32
         "optimizer": OptimizerState(model, optimizer),  # by the names of the parameters
-        "reference": in_bfloat16(
-            model
-        ),  # the weights of the beginning, to which later ones can be compared
+        # The initial weights, with which later ones can be compared.
+        "reference": in_bfloat16(model),
         "losses": [],
     }
     if options.load:

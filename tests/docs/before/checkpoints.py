@@ -15,8 +15,8 @@ from hyper_parallel.core.tensor_parallel import replicate
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 plan = {
-    "0": ColwiseParallel(use_local_output=False),
-    "1": RowwiseParallel(use_local_output=False),
+    "0": ColwiseParallel(),
+    "1": RowwiseParallel(),
 }
 torch.manual_seed(0)
 model = replicate(

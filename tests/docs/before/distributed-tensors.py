@@ -15,8 +15,8 @@ from hyper_parallel.core.tensor_parallel import Replicated
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 columns, rows = (
-    ColwiseParallel(use_local_output=False),
-    RowwiseParallel(use_local_output=False),
+    ColwiseParallel(),
+    RowwiseParallel(),
 )
 halves = [nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)]
 model = parallelize_module(

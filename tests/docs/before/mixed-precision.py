@@ -14,8 +14,8 @@ from hyper_parallel.core.tensor_parallel import Replicated
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 plan = {
-    "up": ColwiseParallel(use_local_output=False),
-    "down": RowwiseParallel(use_local_output=False),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
     "": Replicated(),
 }
 

@@ -17,8 +17,8 @@ from hyper_parallel import (  # noqa: F401
 from hyper_parallel.core.tensor_parallel import Replicated, replicate
 
 plan = {
-    "0": ColwiseParallel(use_local_output=False),
-    "2": RowwiseParallel(use_local_output=False),
+    "0": ColwiseParallel(),
+    "2": RowwiseParallel(),
     "": Replicated(),
 }
 batch = (torch.ones(4, 6),)
