@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a plain tensor outside a model is: this rank's part of the batch, or the same on every rank.
+"""Declares what a plain tensor outside a model is: this rank's part of the batch, or the same on every rank.
 
-targets = local_batch(targets, model)               as what goes into the model
+targets = local_batch(targets, model)               like the model's input
 loss = F.mse_loss(model(inputs), targets)           of the whole batch, and exact
 weights = same_everywhere(weights, model)
 """
@@ -25,7 +25,7 @@ def local_batch(
 ) -> DTensor:
     """This rank's part of a batch, as a distributed tensor that goes with a model's outputs.
 
-    ``like``: the model, or a distributed tensor whose dim ``batch_dim`` (0, unless ``replicate`` was told another) is
+    ``like``: the model, or a distributed tensor whose dim ``batch_dim`` (0, unless ``replicate`` was given another) is
     the batch. All ranks have parts of one size along a data axis, and the same part along other axes; ``run_check``
     compares that. Without a data axis the tensor is the same on every rank.
     """
@@ -36,35 +36,29 @@ def local_batch(
 
 
 def same_everywhere(tensor: Any, like: Any, *, run_check: bool = False) -> DTensor:
-    """A tensor that is the same on every rank of the mesh that a model, or a distributed tensor, lies on."""
+    """A distributed tensor that is the same on every rank of the mesh of a model, or of a distributed tensor."""
     if isinstance(tensor, DTensor):
         return tensor
-    mesh = (
-        like.device_mesh
-        if isinstance(like, DTensor)
-        else _tensor_of("same_everywhere", like).device_mesh
-    )
-    return DTensor.from_local(
-        tensor, mesh, [Replicate()] * mesh.ndim, run_check=run_check
-    )
+    if not isinstance(like, DTensor):
+        like = _tensor_of("same_everywhere", like)
+    mesh = like.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    return DTensor.from_local(tensor, mesh, everywhere, run_check=run_check)
 
 
 def _layout_like(name: str, like: Any, ndim: int, batch_dim: int | None) -> Layout:
     if isinstance(like, DTensor):
         dim = 0 if batch_dim is None else batch_dim
-        axes = (
-            like.layout.dim_axes[dim]
-            if -len(like.shape) <= dim < len(like.shape)
-            else ()
-        )
+        has_dim = -len(like.shape) <= dim < len(like.shape)
+        axes = like.layout.dim_axes[dim] if has_dim else ()
         return _layout_of(Batch(like.device_mesh, tuple(axes), dim), ndim)
     batch = batch_of(like)
     if batch is None:  # there is no data axis
         mesh = _tensor_of(name, like).device_mesh
         return _layout_of(Batch(mesh, (), 0), ndim)
-    return _layout_of(
-        batch if batch_dim is None else Batch(batch.mesh, batch.axes, batch_dim), ndim
-    )
+    if batch_dim is not None:
+        batch = Batch(batch.mesh, batch.axes, batch_dim)
+    return _layout_of(batch, ndim)
 
 
 def _layout_of(batch: Batch, ndim: int) -> Layout:

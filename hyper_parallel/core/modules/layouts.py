@@ -178,7 +178,7 @@ def _enter_fn(layouts: ModuleLayouts, axis: MeshAxis) -> Enter | None:
 def _enter_first(crossing: Crossing, axis: MeshAxis) -> Enter:
     """Wraps and redistributes the first argument: the path that most layers take, without further choices."""
     assert crossing.wanted is not None
-    sizes = None if crossing.size is None else dict([crossing.size])
+    sizes = dict([crossing.size]) if crossing.size is not None else None
     wrap = axis.wrap_fn(crossing.plain, sizes)
     redistribute = axis.redistribute_fn(crossing.wanted)
 

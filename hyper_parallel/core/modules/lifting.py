@@ -46,11 +46,9 @@ def lift_module(
 
 def _join_axes(modules: list[Any], axis_mesh: DeviceMesh, caller: str) -> DeviceMesh:
     """The mesh of this axis and of all axes that the modules' tensors are on."""
-    meshes = {axis_mesh: None}  # ordered, without repetition
-    for owner in modules:
-        for _, tensor in platform.own_tensors(owner):
-            if isinstance(tensor, DTensor):
-                meshes[tensor.device_mesh] = None
+    tensors = [tensor for owner in modules for _, tensor in platform.own_tensors(owner)]
+    own = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    meshes = list(dict.fromkeys([axis_mesh, *own]))
     if len(meshes) == 1:
         return axis_mesh
     root = axis_mesh.root_mesh
@@ -63,7 +61,8 @@ def _join_axes(modules: list[Any], axis_mesh: DeviceMesh, caller: str) -> Device
             "mesh['dp']",
         )
     names = {name for _, name in axes}
-    return root[tuple(name for name in root.mesh_dim_names or () if name in names)]
+    in_order = [name for name in root.mesh_dim_names or () if name in names]
+    return root[tuple(in_order)]
 
 
 def _is_axis_of(root: DeviceMesh, mesh: DeviceMesh, name: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the modules of a model on an axis of devices by a plan, and tells what it did.
+"""Parallelizes the modules of a model along an axis of devices by a plan, and prints what it did.
 
 parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
 print(parallel_table(model))
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
@@ -34,10 +34,10 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Applies a style to the module, or to those in it whose names the plan's patterns mean, and returns the module.
+    """Applies a style to the module, or to those in it whose names match the plan's patterns, and returns the module.
 
-    Patterns go segment by segment ("layers.*.up"); "" is the module itself. Inner modules come before outer ones.
-    ``src_data_rank``: the place along the mesh of the rank whose parameters all others get; None where they are equal.
+    Patterns match segment by segment ("layers.*.up"); "" is the module itself. Inner modules come before outer ones.
+    ``src_data_rank``: the index along the mesh of the rank whose parameters the others get; None where they are equal.
     Parameters that two modules share stay one.
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
@@ -57,9 +57,8 @@ def parallelize_module(
     modules = dict(platform.get_cells_and_names(module))
     _refuse_compiled(plan, modules)
     shared = _shared_tensors(modules.values())
-    for name, style in sorted(
-        _styles(plan, modules), key=lambda found: -len(_segments(found[0]))
-    ):
+    styles = list(_styles(plan, modules))
+    for name, style in sorted(styles, key=lambda pair: -len(_segments(pair[0]))):
         _apply(modules[name], name, style._with_source(src_data_rank), mesh)
         for owners in shared:
             _tie(owners)
@@ -83,7 +82,7 @@ def _plan_of(given: Any) -> Mapping[str, Any]:
 
 
 def _refuse_compiled(plan: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-    """Raises if a pattern means a module that is compiled, or one within it."""
+    """Raises if a pattern matches a module that is compiled, or one within it."""
     compiled = [
         name for name, module in modules.items() if platform.is_compiled_module(module)
     ]
@@ -118,14 +117,14 @@ def _styles(
                 "HP402",
                 f"parallelize_module: expected a style for {pattern!r}, got {style!r}",
             )
-        found = matching(pattern, modules)
-        if not found:
-            told = no_match("module", pattern, modules)
+        names = matching(pattern, modules)
+        if not names:
+            reason = no_match("module", pattern, modules)
             warnings.warn(
-                f"parallelize_module: {told}; nothing was done for it",
+                f"parallelize_module: {reason}; nothing was done for it",
                 stacklevel=users_level(),
             )
-        for name in found:
+        for name in names:
             yield name, style
 
 
@@ -147,37 +146,39 @@ Owner = tuple[Any, str]  # a module, and its own name for a tensor
 
 
 def _shared_tensors(modules: Any) -> list[list[Owner]]:
-    """Those who have one tensor together, tensor by tensor."""
+    """For each tensor that several modules share, its owners."""
     owners: dict[int, list[Owner]] = {}
     for module in modules:
         for name, tensor in platform.own_tensors(module):
             owners.setdefault(id(tensor), []).append((module, name))
-    return [found for found in owners.values() if len(found) > 1]
+    return [sharing for sharing in owners.values() if len(sharing) > 1]
 
 
 def _tie(owners: list[Owner]) -> None:
-    """Makes what was one tensor one again, after a style has put it on the mesh for one of its owners."""
-    tensors = [dict(platform.own_tensors(module))[name] for module, name in owners]
-    placed = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+    """Makes what was one tensor one again, after a style has distributed it for one of its owners."""
+    tensors = [_tensor_of(owner) for owner in owners]
+    distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not distributed:
+        return
     for (module, name), tensor in zip(owners, tensors, strict=True):
-        if placed is not None and tensor is not placed:
-            platform.set_own_tensor(module, name, placed)
+        if tensor is not distributed[0]:
+            platform.set_own_tensor(module, name, distributed[0])
+
+
+def _tensor_of(owner: Owner) -> Any:
+    module, name = owner
+    return dict(platform.own_tensors(module))[name]
 
 
 def _warn_of_unstyled_tables(
     modules: Mapping[str, Any], shared: list[list[Owner]]
 ) -> None:
-    """Says which embeddings have rows of a table, through another module, and no style that sums what they look up."""
+    """Warns of embeddings whose table another module's style has sharded by rows, and that have no style themselves."""
     names = {id(module): name for name, module in modules.items()}
     for owners in shared:
-        for module, own in owners:
-            table = dict(platform.own_tensors(module))[own]
-            is_styled = bool(vars(module).get(_STYLES))
-            if (
-                is_styled
-                or not platform.is_embedding_module(module)
-                or not _has_cut_rows(table)
-            ):
+        for owner in owners:
+            module, _ = owner
+            if not _lacks_style(module, _tensor_of(owner)):
                 continue
             name = names[id(module)]
             others = [names[id(other)] for other, _ in owners if other is not module]
@@ -189,7 +190,10 @@ def _warn_of_unstyled_tables(
             )
 
 
-def _has_cut_rows(table: Any) -> bool:
+def _lacks_style(module: Any, table: Any) -> bool:
+    """Whether the module is an embedding without a style whose table is sharded by rows."""
+    if vars(module).get(_STYLES) or not platform.is_embedding_module(module):
+        return False
     return isinstance(table, DTensor) and any(
         placement.is_shard(0) for placement in table.placements
     )
@@ -199,45 +203,43 @@ def _has_cut_rows(table: Any) -> bool:
 
 
 def parallel_table(module: Any) -> str:
-    """A table for people: each module with its styles, parameters and how they lie; equal layers are one line."""
+    """A table for people: each module with its styles, parameters and placements; equal layers are one line."""
     lines: dict[tuple[str, str, str], list[str]] = {}
-    for name, one in platform.get_cells_and_names(module):
-        styles = " + ".join(vars(one).get(_STYLES, ()))
-        tensors = platform.own_tensors(one)
+    for name, owner in platform.get_cells_and_names(module):
+        styles = " + ".join(vars(owner).get(_STYLES, ()))
+        tensors = ", ".join(
+            f"{own} {_placements(tensor)} {list(tensor.shape)}"
+            for own, tensor in platform.own_tensors(owner)
+        )
         if styles or tensors:
-            lies = ", ".join(
-                f"{own} {_place(tensor)} {list(tensor.shape)}"
-                for own, tensor in tensors
-            )
             layer = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            lines.setdefault((layer, styles or "-", lies or "-"), []).append(
-                name or "(the module itself)"
-            )
+            key = (layer, styles or "-", tensors or "-")
+            lines.setdefault(key, []).append(name or "(the module itself)")
     rows = [("module", "style", "tensors", "count")]
-    rows += [
-        (key[0] if len(names) > 1 else names[0], *key[1:], str(len(names)))
-        for key, names in lines.items()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    told = [
-        "  ".join(
-            cell.ljust(size) for cell, size in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    plain = [
-        name
-        for name, tensor in platform.parameters_dict(module).items()
-        if not isinstance(tensor, DTensor)
-    ]
-    return "\n".join(
-        [*told, *([f"plain on every rank: {', '.join(plain)}"] if plain else [])]
-    )
+    for (layer, styles, tensors), names in lines.items():
+        name = layer if len(names) > 1 else names[0]
+        rows.append((name, styles, tensors, str(len(names))))
+    return "\n".join([*_align(rows), *_plain_parameters(module)])
 
 
-def _place(tensor: Any) -> str:
-    return (
-        f"[{', '.join(map(str, tensor.placements))}]"
-        if isinstance(tensor, DTensor)
-        else "plain"
-    )
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The rows as lines of text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(size) for cell, size in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _plain_parameters(module: Any) -> list[str]:
+    """A line that names the parameters that are not distributed, if there are any."""
+    parameters = platform.parameters_dict(module).items()
+    plain = [name for name, value in parameters if not isinstance(value, DTensor)]
+    return [f"plain on every rank: {', '.join(plain)}"] if plain else []
+
+
+def _placements(tensor: Any) -> str:
+    if not isinstance(tensor, DTensor):
+        return "plain"
+    return f"[{', '.join(map(str, tensor.placements))}]"
