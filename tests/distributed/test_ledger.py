@@ -10,11 +10,15 @@ from hyper_parallel import (
     ColwiseParallel,
     Replicate,
     RowwiseParallel,
+    Shard,
+    distribute_tensor,
     get_platform,
     init_device_mesh,
     parallelize_module,
 )
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
+from hyper_parallel.core.dtensor.redistribution import plan
+from hyper_parallel.core.shard.decision import decide
 from hyper_parallel.testing import on_ranks
 
 
@@ -138,3 +142,26 @@ def test_collectives_are_counted_by_module():
     assert {entry.module for entry in other.entries} == {
         ""
     }  # nothing is left on the model
+
+
+@on_ranks(2)
+def test_decisions_are_kept_and_promise_the_bytes_that_are_sent():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(1)])
+    w = distribute_tensor(torch.randn(6, 16), mesh, [Shard(0)])
+    with CommunicationLedger(mesh) as silent:
+        decision = decide(torch.nn.functional.linear, x, w)
+    assert silent.counts() == {}
+    with CommunicationLedger(mesh, decisions=True) as ledger:
+        torch.nn.functional.linear(x, w)
+        torch.nn.functional.linear(x, w)
+    [kept] = ledger.decisions  # the second time it is known
+    assert str(kept) == str(decision) == ledger.explain()
+    planned = 0
+    for (layout, shape, itemsize), move in zip(kept.tensors, kept.moves, strict=True):
+        if move is not None:
+            planned += plan(layout, move[0], shape, itemsize).nbytes
+    assert planned == ledger.nbytes() > 0  # the second call finds what was gathered
+    with CommunicationLedger(mesh) as after:
+        torch.nn.functional.linear(x, w)
+    assert after.decisions == []

@@ -7,7 +7,8 @@ with CommunicationLedger(mesh) as ledger:
 print(ledger.table())
 assert ledger.counts(backward=True) == {"all_reduce": 1}
 
-With ``CommunicationLedger(mesh, model)`` an entry of forward knows its module: ``ledger.counts_by_module()``.
+With ``CommunicationLedger(mesh, model)`` an entry of forward knows its module: ``ledger.counts_by_module()``. With
+``decisions=True`` the ledger also keeps what was decided for every call: ``print(ledger.explain())``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.collectives import is_implicit
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor.operators import dispatcher
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.platform import Traffic
@@ -47,10 +49,19 @@ class CommunicationLedger:
 
     ``model``: its modules are the causes of what is communicated in their forward, with what styles do to their inputs
     and outputs. In backward no module runs.
+    ``decisions``: keep what is decided for every operator, once per layouts and shapes of its operands.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, model: Any = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        model: Any = None,
+        *,
+        decisions: bool = False,
+    ) -> None:
         self.entries: list[Entry] = []
+        self.decisions: list[Any] = []
+        self._keeps_decisions = decisions
         self._model = model
         self._running: list[str] = []
         self._names = _names_of(mesh) if mesh is not None else {}
@@ -58,6 +69,13 @@ class CommunicationLedger:
 
     def __enter__(self) -> CommunicationLedger:
         self._stack.enter_context(get_platform().listen_to_collectives(self._record))
+        if self._keeps_decisions:
+            operators = dispatcher()
+            operators.forget()  # what is known is not decided again
+            self._stack.callback(
+                setattr, operators, "on_decision", operators.on_decision
+            )
+            operators.on_decision = self.decisions.append
         if self._model is not None:
             for name, module in get_platform().get_cells_and_names(self._model):
                 self._watch(name, module)
@@ -105,6 +123,10 @@ class CommunicationLedger:
         return "\n".join(
             [*lines, f"{len(self.entries)} collectives, {self.nbytes()} bytes"]
         )
+
+    def explain(self) -> str:
+        """What was decided for every operator, one after the other."""
+        return "\n".join(map(str, self.decisions))
 
     def _watch(self, name: str, module: Any) -> None:
         platform = get_platform()
