@@ -59,7 +59,7 @@ def watch(module, phase, log, name=None):
         phase,
         enter=lambda m, args, kwargs: log.append(("enter", name)),
         leave=lambda m, output: log.append(("leave", name)),
-        on_error=lambda m: log.append(("error", name)),
+        on_error=None if phase == "trace" else lambda m: log.append(("error", name)),
         source=name,
     )
 
@@ -272,6 +272,8 @@ def test_gradients_are_rewritten():
     np.testing.assert_allclose(frame.array(frame.grad(leaf)), expected, rtol=1e-6)
 
 
-def test_an_unknown_phase_is_refused():
+def test_invalid_attachments_are_refused():
     with pytest.raises(ValueError, match=r"unknown phase 'before'.*'trace'.*HP415"):
         attach(Double(), "before", enter=print)
+    with pytest.raises(ValueError, match=r"'trace' only observes.*HP415"):
+        attach(Double(), "trace", on_error=print)

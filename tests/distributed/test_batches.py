@@ -206,3 +206,33 @@ def test_what_lies_nowhere_says_so():
         local_batch(torch.tensor(1.0), replicate(nn.Linear(2, 2), mesh))
     given = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     assert local_batch(given, given) is given
+
+
+class CallsItself(nn.Module):
+    """Calls itself with a tensor that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x, again=True):
+        y = self.up(x)
+        if not again:
+            return y.sum(0)
+        return y + self(torch.eye(4, dtype=torch.float64), again=False)
+
+
+@on_ranks(4)
+def test_what_a_model_passes_to_itself_is_the_same_on_every_rank():
+    mesh = mesh_of_four()
+    torch.manual_seed(0)
+    true, data = CallsItself().double(), torch.randn(4, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    plan = {"up": ColwiseParallel()}
+    model = parallelize_module(CallsItself().double(), mesh["tp"], plan)
+    replicate(model, mesh["dp"])
+    output = model(rows(data, mesh))
+    torch.testing.assert_close(output.full_tensor(), true(data))
+    output.pow(2).mean().backward()
+    true(data).pow(2).mean().backward()
+    same_gradients(model, true)

@@ -98,4 +98,9 @@ def test_layouts_are_decided_without_touching_the_module():
     ).layouts(layer, mesh)
     assert prepared.inputs == (None, Crossing(plain=S(0), wanted=R))
     assert prepared.wraps == {1, "x"}
+    alone = {
+        "input_kwarg_layouts": {"x": None},
+        "desired_input_kwarg_layouts": {"x": R},
+    }
+    assert PrepareModuleInput(**alone).layouts(layer, mesh) == ModuleLayouts()
     assert vars(layer) == before

@@ -92,13 +92,20 @@ def attach(
     ``enter(module, args, kwargs)`` returns None or new (args, kwargs); ``leave(module, output)`` None or a new output.
     ``before_backward(module, grad_outputs)`` and ``after_backward(module, grad_inputs, grad_outputs)`` return None or
     new gradients of the outputs and inputs. ``on_error(module)`` runs instead of ``leave`` if anything raises between
-    them.
+    them. If no input requires a gradient, ``after_backward`` runs as soon as those of the outputs are known.
     """
     if phase not in PHASES:
         raise coded(
             ValueError,
             "HP415",
             f"attach: unknown phase {phase!r}; expected one of {', '.join(map(repr, PHASES))}",
+        )
+    if phase == "trace" and on_error is not None:
+        # It would have to run after the hooks of users, of which an error skips some.
+        raise coded(
+            ValueError,
+            "HP415",
+            "attach: the phase 'trace' only observes and has no on_error; use another phase",
         )
     attachment = Attachment(
         phase,
@@ -169,9 +176,6 @@ class _Boundary:
         copied._hooks = dict.fromkeys(self._hooks, ())
         copied._is_copy = True
         return copied
-
-    def __copy__(self) -> _Boundary:
-        return self.__deepcopy__({})
 
     def add(self, module: Any, attachment: Attachment) -> None:
         """Adds an attachment, and hooks for the events that nothing has handled so far."""

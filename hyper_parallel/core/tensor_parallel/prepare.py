@@ -48,6 +48,7 @@ class PrepareModuleInput(LayoutStyle):
         named = [
             (name, Crossing(have, desired[name], self.use_local_output))
             for name, have in (self.input_kwarg_layouts or {}).items()
+            if have is not None
         ]
         inputs = _crossings(
             self.input_layouts, self.desired_input_layouts, self.use_local_output
