@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of collectives in the graph, and the meetings of their hooks, for every framework."""
+"""Checks of the arguments of collectives, and the meetings of their hooks, for every framework."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.platform.agreement import dtype_name
 from hyper_parallel.platform.error_codes import coded
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Platform
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 # (role in forward, role in backward). A and C stand before a communication, B and D after it; backward passes them
 # the other way round.
@@ -36,6 +42,37 @@ def meet(coordinator: Any, role: str) -> None:
         # This hook stands behind a communication of this side: it has been dispatched.
         coordinator.notify_dispatched(coordinator.COMM)
     coordinator.rendezvous(getattr(coordinator, role))
+
+
+def check_tensor(platform: Platform, call: str, data: Any) -> None:
+    """A TypeError that names the call if ``data`` is no tensor."""
+    if not platform.is_tensor(data):
+        raise coded(
+            TypeError, "HP120", f"{call}: expected a tensor, got {type(data).__name__}"
+        )
+
+
+def check_reduction(platform: Platform, call: str, data: Any, op: str) -> None:
+    """A ValueError if ``op`` is unknown or is not defined for the tensor's dtype."""
+    if op == "sum":
+        return
+    if op not in REDUCE_OPS:
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
+        )
+    kind = platform.dtype_kind(data.dtype)
+    if op == "avg" and kind not in ("float", "complex"):
+        raise coded(
+            ValueError,
+            "HP121",
+            f"{call}: avg needs a floating-point tensor, got {dtype_name(data)}; reduce with sum and divide",
+        )
+    if kind == "complex" and op in ("max", "min", "prod"):
+        raise coded(
+            ValueError, "HP121", f"{call}: {op} is not defined for {dtype_name(data)}"
+        )
 
 
 def check_dim(call: str, name: str, data: Any, dim: Any) -> int:

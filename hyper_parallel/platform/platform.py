@@ -14,11 +14,11 @@ import os
 import sys
 from collections.abc import Callable
 
+from hyper_parallel.platform.checks import REDUCE_OPS
 from hyper_parallel.platform.contract import PlatformType
 from hyper_parallel.platform.contract.autograd import Autograd
 from hyper_parallel.platform.contract.collectives import (
     HYPER_PARALLEL_CHECK,
-    REDUCE_OPS,
     P2POp,
     Traffic,
 )

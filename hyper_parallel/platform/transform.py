@@ -10,7 +10,6 @@ or empty.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +71,8 @@ class TensorTransform:
 
         ``gather_sizes``: each rank's size along ``gather_dim``, where they differ.
         """
+        from hyper_parallel.platform.adjoints import all_to_all_along
+
         platform = self._platform
         count = len(platform.get_process_group_ranks(group))
         gather_dim, split_dim = gather_dim % len(x.shape), split_dim % len(x.shape)
@@ -87,43 +88,8 @@ class TensorTransform:
                 "HP123",
                 f"all_to_all: {len(gather_sizes)} gather_sizes for a group of {count} ranks",
             )
-        sends = [platform.chunk(x, split_dim, count, i) for i in range(count)]
-        mine = sends[platform.get_group_local_rank(group)]
-        shapes = []
-        for size in gather_sizes or [x.shape[gather_dim]] * count:
-            shape = list(mine.shape)
-            shape[gather_dim] = size
-            shapes.append(shape)
-        # What is even for one rank is so for all, and backends do that quicker when they are told no sizes.
-        even = x.shape[split_dim] % count == 0 and len(set(gather_sizes or [0])) == 1
-        flat = self._one_after_the_other(x, split_dim, sends)
-        if even:
-            received = platform.differentiable_all_to_all(flat, flat.shape, group)
-        else:
-            splits = (
-                [math.prod(piece.shape) for piece in sends],
-                [math.prod(shape) for shape in shapes],
-            )
-            received = platform.differentiable_all_to_all_single(flat, *splits, group)
-        pieces, start = [], 0
-        for shape in shapes:
-            stop = start + math.prod(shape)
-            # A plain slice is quicker, but a framework may have no backward for one of nothing.
-            part = (
-                received[start:stop]
-                if stop > start
-                else platform.construct_strided_slice(received, [0], [0], [1])
-            )
-            pieces.append(part.reshape(shape))
-            start = stop
-        return platform.cat(pieces, gather_dim)
-
-    def _one_after_the_other(
-        self, x: Any, split_dim: int, pieces: Sequence[Any]
-    ) -> Any:
-        """The pieces of a tensor along a dim in one row, copied once at the most where that can be."""
-        if split_dim == 0:
-            return x.reshape(-1)
-        if all(tuple(piece.shape) == tuple(pieces[0].shape) for piece in pieces):
-            return self._platform.cat(pieces, 0).reshape(-1)
-        return self._platform.cat([piece.reshape(-1) for piece in pieces])
+        sizes = list(gather_sizes or [x.shape[gather_dim]] * count)
+        split_sizes = chunk_sizes(x.shape[split_dim], count)
+        return all_to_all_along(
+            platform, x, gather_dim, split_dim, sizes, split_sizes, group
+        )

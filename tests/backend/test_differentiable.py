@@ -318,6 +318,33 @@ def test_gradients_of_gradients():
     frame.equal(frame.grad(x), 8 * total + 16 * mine * np.array([3.0, 6.0]))
 
 
+@on_ranks(2)
+def test_gradients_of_gradients_of_an_exchange():
+    platform = get_platform()
+    x = frame.leaf(frame.draw(2, 4, seed=platform.get_rank()))
+    squares, work, buffer = platform.differentiable_async_a2a_launch(
+        x * x, None, 2, 0, 1
+    )
+    y = platform.differentiable_async_a2a_wait(squares, work, buffer, None, 2, 0, 1)
+    first = frame.gradient_in_graph((y * y).sum(), x)
+    # An exchange only moves elements: the loss is the sum of x ** 4.
+    values = frame.array(platform.detach(x))
+    frame.equal(platform.detach(first), 4 * values**3)
+    frame.run_backward([first.sum()])
+    frame.equal(frame.grad(x), 12 * values**2)
+
+
+@on_ranks(2)
+def test_traffic_of_backward_is_told_apart():
+    platform = get_platform()
+    traffic = []
+    x = frame.leaf([1.0, 2.0])
+    with platform.listen_to_collectives(traffic.append):
+        y = platform.differentiable_all_reduce(x, "sum", None)
+        frame.run_backward([y.sum()])
+    assert [entry.backward for entry in traffic] == [False, True]
+
+
 @on_ranks(4)
 def test_transform_steps_along_any_dim_with_uneven_pieces():
     platform = get_platform()

@@ -23,6 +23,8 @@ class Autograd(Tensors):
     """Recording, running backward, and the gradients of leaves."""
 
     Function: type[Any]
+    # For functions whose backward may be recorded, even if the framework's own second derivatives are wrong.
+    HigherOrderFunction: type[Any]
 
     @abstractmethod
     def requires_grad(self, tensor: Any) -> bool:

@@ -24,7 +24,6 @@ from hyper_parallel.platform.order import (
 )
 
 HYPER_PARALLEL_CHECK = "HYPER_PARALLEL_CHECK"
-REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
 class Traffic(NamedTuple):
@@ -100,11 +99,14 @@ class Collectives(Ranks):
         self,
         call: str,
         data: Any,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
         group: Any,
     ) -> tuple[Any, Any]:
-        """Starts an all-to-all of uneven rows; returns (output, handle). ``call`` is what it is announced as."""
+        """Starts an all-to-all of rows; returns (output, handle).
+
+        ``call`` is what it is announced as. Without splits every rank gets as many rows.
+        """
 
     @abstractmethod
     def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
@@ -149,6 +151,33 @@ class Collectives(Ranks):
     @abstractmethod
     def p2p_exchange(self, tensor: Any, peer_rank: int, group: Any = None) -> Any:
         """Sends ``tensor`` to a peer and returns the peer's, of the same shape; backward exchanges the gradients."""
+
+    @abstractmethod
+    def _swap_with(self, tensor: Any, peer: int, group: Any) -> Any:
+        """Sends ``tensor`` to another rank and returns that rank's, outside the graph."""
+
+    @abstractmethod
+    def _check_reducible(self, call: str, data: Any, op: str, group: Any) -> None:
+        """Raises a ValueError if the group cannot reduce a tensor of this dtype with ``op``."""
+
+    def _check_member(self, call: str, name: str, rank: Any, group: Any) -> int:
+        """Returns the global rank, or raises a ValueError if it is not in the group."""
+        ranks = self.get_process_group_ranks(group)
+        if rank not in ranks or isinstance(rank, bool):
+            raise coded(
+                ValueError,
+                "HP122",
+                f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}",
+            )
+        return int(rank)
+
+    def _check_peer(self, call: str, name: str, rank: Any, group: Any) -> int:
+        """Returns the global rank, or raises a ValueError if it is not another one of the group."""
+        if self._check_member(call, name, rank, group) == self.get_rank():
+            raise coded(
+                ValueError, "HP122", f"{call}: {name} is this rank, {rank}, itself"
+            )
+        return int(rank)
 
     @abstractmethod
     def all_gather_object(

@@ -58,7 +58,10 @@ class External(Tensors):
         output_splits: Sequence[int] | None,
         group: Any,
     ) -> Any:
-        """Starts differentiable_all_to_all_single and waits on the stream, if the device has streams."""
+        """Starts differentiable_all_to_all_single and waits on the stream, if the device has streams.
+
+        Not tested on an accelerator.
+        """
 
     @abstractmethod
     def differentiable_async_a2a_launch(

@@ -104,6 +104,10 @@ class Ranks(ABC):
             EXISTING_COMM_GROUPS[_group_key(ranks)] = group
 
     @abstractmethod
+    def _group(self, call: str, group: Any) -> Any:
+        """Returns the process group meant by ``group``, with ``size()`` and ``rank()``, or raises an error."""
+
+    @abstractmethod
     def _new_group(self, ranks: Sequence[int], **options: Any) -> Any:
         """Creates a group of these ranks; called by its members only."""
 

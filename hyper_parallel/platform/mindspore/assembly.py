@@ -8,9 +8,9 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
-from hyper_parallel.platform.mindspore import patches, tensors
+from hyper_parallel.platform.mindspore import patches, private, tensors
+from hyper_parallel.platform.mindspore.collectives import Collectives
 from hyper_parallel.platform.mindspore.deferred_init import DeferredInit
-from hyper_parallel.platform.mindspore.differentiable import Differentiable
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase
 from hyper_parallel.platform.mindspore.first_order import FirstOrderFunction
 from hyper_parallel.platform.mindspore.gradients import Gradients
@@ -25,7 +25,7 @@ patches.install()
 
 
 class MindSporePlatform(
-    Differentiable,
+    Collectives,
     Modules,
     Gradients,
     Recompute,
@@ -42,6 +42,7 @@ class MindSporePlatform(
     Module = nn.Cell
     DTensorBase = DTensorBase
     Function = FirstOrderFunction
+    HigherOrderFunction = private.function()
     PipelineStageBase = nn.Cell
     platform_type = PlatformType.MINDSPORE
     tensor_dtype = mindspore

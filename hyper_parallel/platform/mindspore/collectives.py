@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,8 @@ from mindspore import mint
 
 from hyper_parallel.platform.agreement import Call, agree, check_agreement, dtype_name
 from hyper_parallel.platform.caller import users_line
+from hyper_parallel.platform.checks import check_reduction, check_tensor
+from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import hccl
 from hyper_parallel.platform.mindspore.groups import Groups
@@ -28,7 +31,7 @@ from hyper_parallel.platform.mindspore.store_collectives import (
     issued,
 )
 from hyper_parallel.platform.order import parted
-from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
+from hyper_parallel.platform.platform import Traffic
 
 # Letters of objects must not be taken for the user's tensors.
 _OBJECTS = "objects"
@@ -56,12 +59,21 @@ class Handle:
         return self._finish is None or self._is_ready()
 
 
-class Collectives(Groups):
-    """The part of the contract that is about communication outside the graph."""
+class _Backward(threading.local):
+    """How many backwards of our autograd functions are under way on this thread.
+
+    Another thread's forward may communicate meanwhile.
+    """
+
+    depth = 0
+
+
+class Collectives(Groups, Differentiable):
+    """Communication outside the graph; ``Differentiable`` adds the one in the graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._backwards = 0  # that are under way in our autograd functions
+        self._backward = _Backward()
 
     def barrier(
         self,
@@ -88,8 +100,8 @@ class Collectives(Groups):
     ) -> Any:
         """Untested on hardware: by hccl."""
         group = self._group("all_reduce", group_info)
-        check_tensor("all_reduce", data)
-        check_reducible("all_reduce", data, op)
+        check_tensor(self, "all_reduce", data)
+        self._check_reducible("all_reduce", data, op, group)
         call = Call.on("all_reduce", data, op)
         self._announce(lambda: call, group, 2 * _share(data, group))
         if self._is_native():
@@ -111,7 +123,7 @@ class Collectives(Groups):
         """Untested on hardware: by hccl."""
         name = "all_gather_into_tensor"
         group = self._group(name, group_info)
-        check_tensor(name, data)
+        check_tensor(self, name, data)
         call = Call.on(name, data)
         self._announce(lambda: call, group, data.nbytes * (group.size() - 1))
         shape = tuple(data.shape) or (1,)
@@ -134,8 +146,8 @@ class Collectives(Groups):
         """Untested on hardware: by hccl."""
         name = "reduce_scatter_tensor"
         group = self._group(name, group_info)
-        check_tensor(name, data)
-        check_reducible(name, data, op)
+        check_tensor(self, name, data)
+        self._check_reducible(name, data, op, group)
         size = group.size()
         if data.ndim == 0 or data.shape[0] % size:
             raise coded(
@@ -170,7 +182,7 @@ class Collectives(Groups):
         """Untested on hardware: by hccl."""
         call = "all_to_all_single"
         resolved = self._group(call, group)
-        check_tensor(call, input_tensor)
+        check_tensor(self, call, input_tensor)
         size = resolved.size()
         shape = tuple(output_shape)
         if (
@@ -200,7 +212,7 @@ class Collectives(Groups):
     def broadcast(self, data: Any, src: int, group: Any, async_op: bool = False) -> Any:
         """Untested on hardware: by hccl."""
         resolved = self._group("broadcast", group)
-        check_tensor("broadcast", data)
+        check_tensor(self, "broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
         is_source = src == self.get_rank()
         call = Call.on("broadcast", data, f"src {src}")
@@ -230,7 +242,7 @@ class Collectives(Groups):
     ) -> Any:
         """Untested on hardware: by hccl, which knows no tags."""
         resolved = self._group("isend", group)
-        check_tensor("isend", tensor)
+        check_tensor(self, "isend", tensor)
         peer = self._check_peer("isend", "dst", dst, resolved)
         self._tell("isend", (self.get_rank(), peer), 0)
         if self._is_native():
@@ -243,7 +255,7 @@ class Collectives(Groups):
     ) -> Any:
         """Untested on hardware: by hccl, which knows no tags and needs ``src``."""
         resolved = self._group("irecv", group)
-        check_tensor("irecv", tensor)
+        check_tensor(self, "irecv", tensor)
         peer = None if src is None else self._check_peer("irecv", "src", src, resolved)
         self._tell("irecv", (self.get_rank(), src), tensor.nbytes)
         if self._is_native():
@@ -337,12 +349,14 @@ class Collectives(Groups):
         self,
         call: str,
         data: Any,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
         group: Any,
     ) -> tuple[Any, Any]:
         resolved = self._group(call, group)
-        shape = (sum(output_splits), *data.shape[1:])
+        shape = tuple(data.shape)
+        if output_splits is not None:
+            shape = (sum(output_splits), *shape[1:])
         return self._exchange(call, data, shape, output_splits, input_splits, resolved)
 
     def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
@@ -364,7 +378,17 @@ class Collectives(Groups):
             self._write(output, reduced(pieces, op, output))
         return output
 
-    # --- shared by this class and the differentiable collectives
+    def reduction_gradient(
+        self, op: str, grad: Any, data: Any, result: Any, group: Any
+    ) -> Any:
+        if op in ("sum", "avg") or dtype_name(grad) != "bfloat16":
+            return super().reduction_gradient(op, grad, data, result, group)
+        # Few operators have a kernel for bfloat16 on a CPU, and float32 holds its numbers.
+        wide_grad, wide_data, wide_result = (
+            x.to(mindspore.float32) for x in (grad, data, result)
+        )
+        wide = super().reduction_gradient(op, wide_grad, wide_data, wide_result, group)
+        return wide.to(grad.dtype)
 
     def _exchange(
         self,
@@ -400,8 +424,7 @@ class Collectives(Groups):
             call, group, sent, lambda pieces: self._write(output, b"".join(pieces))
         )
 
-    def _exchange_with(self, tensor: Any, peer: int, group: Group) -> Any:
-        """The peer's tensor, of the same shape, for this rank's."""
+    def _swap_with(self, tensor: Any, peer: int, group: Group) -> Any:
         name = f"p2p_exchange with rank {peer}"
         self._tell("p2p_exchange", (self.get_rank(), peer), tensor.nbytes)
         output = self._unset(tuple(tensor.shape), tensor)
@@ -467,18 +490,18 @@ class Collectives(Groups):
         if not self._listeners:
             return
         members = tuple(rank for rank in ranks if rank is not None)
-        traffic = Traffic(name, members, nbytes, backward=self._backwards > 0)
+        traffic = Traffic(name, members, nbytes, backward=self._backward.depth > 0)
         for listener in list(self._listeners):
             listener(traffic)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """The collectives inside belong to a backward, of which the framework itself does not tell."""
-        self._backwards += 1
+        self._backward.depth += 1
         try:
             yield
         finally:
-            self._backwards -= 1
+            self._backward.depth -= 1
 
     def _result(self, tensor: Any, handle: Handle, async_op: bool) -> Any:
         if async_op:
@@ -512,54 +535,20 @@ class Collectives(Groups):
             memory[...] = np.frombuffer(data, memory.dtype).reshape(memory.shape)
             self.note_change(tensor)
 
-    def _check_member(self, call: str, name: str, rank: Any, group: Group) -> int:
-        if rank not in group.ranks or isinstance(rank, bool):
+    def _check_reducible(
+        self,
+        call: str,
+        data: Any,
+        op: str,
+        group: Group,  # noqa: ARG002
+    ) -> None:
+        check_reduction(self, call, data, op)
+        if dtype_name(data).startswith("float8"):
             raise coded(
                 ValueError,
-                "HP122",
-                f"{call}: {name} must be one of the group's ranks {list(group.ranks)}, got {rank!r}",
+                "HP121",
+                f"{call}: {dtype_name(data)} cannot be reduced; cast to float16, bfloat16 or float32",
             )
-        return int(rank)
-
-    def _check_peer(self, call: str, name: str, rank: Any, group: Group) -> int:
-        if self._check_member(call, name, rank, group) == self.get_rank():
-            raise coded(
-                ValueError, "HP122", f"{call}: {name} is this rank, {rank}, itself"
-            )
-        return int(rank)
-
-
-def check_tensor(call: str, data: Any) -> None:
-    """A TypeError that names the call if ``data`` is no tensor."""
-    if not isinstance(data, mindspore.Tensor):
-        raise coded(
-            TypeError, "HP120", f"{call}: expected a tensor, got {type(data).__name__}"
-        )
-
-
-def check_reducible(call: str, data: Any, op: str) -> None:
-    """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
-    if op not in REDUCE_OPS:
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
-        )
-    kind = dtype_name(data)
-    if op == "avg" and not kind.startswith(("float", "bfloat", "complex")):
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: avg needs a floating-point tensor, got {kind}; reduce with sum and divide",
-        )
-    if kind.startswith("complex") and op in ("max", "min", "prod"):
-        raise coded(ValueError, "HP121", f"{call}: {op} is not defined for {kind}")
-    if kind.startswith("float8"):
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: {kind} cannot be reduced; cast to float16, bfloat16 or float32",
-        )
 
 
 def _reduction(op: str, data: Any) -> str:

@@ -147,29 +147,11 @@ class Groups(Platform):
             return rank, size, store if isinstance(store, Store) else Store(store)
         if init_method is None and (GlobalComm.INITED or "MS_WORKER_NUM" in os.environ):
             return _launched(seconds)
-        if init_method is not None and init_method.startswith("tcp://"):
-            host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        else:
-            for name in _VARIABLES:
-                if name not in os.environ:
-                    raise coded(
-                        ValueError,
-                        "HP106",
-                        f"init_process_group: environment variable {name} expected, but not set. Start the program "
-                        "with msrun, or pass rank=, world_size= and init_method='tcp://host:port' or store=",
-                    )
-            host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        host, port = _master_address(init_method)
         rank = rank if rank >= 0 else int(os.environ["RANK"])
         size = size if size > 0 else int(os.environ["WORLD_SIZE"])
-        return (
-            rank,
-            size,
-            Store(
-                _host(host, int(port), seconds)
-                if rank == 0
-                else _reach(host, int(port), seconds)
-            ),
-        )
+        connect = _host if rank == 0 else _reach
+        return rank, size, Store(connect(host, port, seconds))
 
     def _join_hccl(
         self, init_method: str | None, seconds: float, size: int, rank: int, store: Any
@@ -422,6 +404,22 @@ def _launched(seconds: float) -> tuple[int, int, Store]:
             opened = _reach(host, port, seconds)
         _JOINED_BY.append(opened)
     return rank, size, Store(_JOINED_BY[0], "msrun/")
+
+
+def _master_address(init_method: str | None) -> tuple[str, int]:
+    """(host, port) of the job's store, from the argument or from the environment."""
+    if init_method is not None and init_method.startswith("tcp://"):
+        host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+    for name in _VARIABLES:
+        if name not in os.environ:
+            raise coded(
+                ValueError,
+                "HP106",
+                f"init_process_group: environment variable {name} expected, but not set. Start the program "
+                "with msrun, or pass rank=, world_size= and init_method='tcp://host:port' or store=",
+            )
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _host(host: str, port: int, seconds: float) -> Any:

@@ -144,10 +144,16 @@ class State(MutableMapping[Any, dict[str, Any]]):
         self._copy_into = copy_into
         self._parameters = list(optimizer.parameters)
         self._at = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        self._kinds: dict[str, Sequence[Any]] = {}
+        self._kinds = self._find_kinds(optimizer)
+        if not any(group.get("amsgrad") for group in groups):
+            self._kinds.pop("max_exp_avg_sq", None)  # made, but not used
         self._given: dict[
             str, tuple[Any, Any]
         ] = {}  # to numbers of all parameters: the value, and by which parameter
+
+    def _find_kinds(self, optimizer: Any) -> dict[str, Sequence[Any]]:
+        """The optimizer's state by torch's names: one tensor per parameter for each."""
+        kinds: dict[str, Sequence[Any]] = {}
         names = _TORCHS | (_ADAGRADS if "Adagrad" in self._name else {})
         for name, value in vars(optimizer).items():
             if (
@@ -155,10 +161,10 @@ class State(MutableMapping[Any, dict[str, Any]]):
                 and len(value) == len(self)
                 and name not in _NO_STATE
             ):
-                self._kinds[names.get(name, name)] = value
+                kinds[names.get(name, name)] = value
         known = {
             *self._at,
-            *(id(tensor) for kind in self._kinds.values() for tensor in kind),
+            *(id(tensor) for kind in kinds.values() for tensor in kind),
         }
         for name, value in optimizer.parameters_and_names(expand=False):
             if (
@@ -166,11 +172,9 @@ class State(MutableMapping[Any, dict[str, Any]]):
                 and id(value) not in known
                 and not name.startswith(_OPTIONS)
             ):
-                self._kinds[names.get(name, name)] = [value] * len(
-                    self
-                )  # a number for all parameters
-        if not any(group.get("amsgrad") for group in groups):
-            self._kinds.pop("max_exp_avg_sq", None)  # made, but not used
+                # A number for all parameters.
+                kinds[names.get(name, name)] = [value] * len(self)
+        return kinds
 
     def __getitem__(self, parameter: Any) -> dict[str, Any]:
         own = self._own(parameter)

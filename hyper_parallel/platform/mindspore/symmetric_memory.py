@@ -11,10 +11,10 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from hyper_parallel.platform.checks import check_tensor
 from hyper_parallel.platform.containers import tree_map
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
-from hyper_parallel.platform.mindspore.collectives import check_tensor
 from hyper_parallel.platform.mindspore.swap import memory_address
 from hyper_parallel.platform.mindspore.tensors import (
     DTYPE_NAMES,
@@ -64,7 +64,7 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
 
     def rendezvous(self, tensor: Any, group: Any = None) -> Any:
         """Shares ``tensor`` with the group; every rank of it calls. Again on the same group gives the same handle."""
-        check_tensor("symmetric memory: rendezvous", tensor)
+        check_tensor(self._platform, "symmetric memory: rendezvous", tensor)
         _check_device("rendezvous", "meta" if tensor.is_meta else tensor.device)
         return super().rendezvous(tensor, group)
 

@@ -10,8 +10,8 @@ import torch
 
 from hyper_parallel.platform.platform import P2POp, PlatformType
 from hyper_parallel.platform.torch import patches
+from hyper_parallel.platform.torch.collectives import Collectives
 from hyper_parallel.platform.torch.deferred_init import DeferredInit
-from hyper_parallel.platform.torch.differentiable import Differentiable
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 from hyper_parallel.platform.torch.gradients import Gradients
 from hyper_parallel.platform.torch.interop import Interop
@@ -23,7 +23,7 @@ patches.install()
 
 
 class TorchPlatform(
-    Differentiable, Modules, Gradients, Recompute, DeferredInit, Interop, Training
+    Collectives, Modules, Gradients, Recompute, DeferredInit, Interop, Training
 ):
     """PyTorch as the core sees it."""
 
@@ -32,7 +32,7 @@ class TorchPlatform(
     Parameter = torch.nn.Parameter
     Module = torch.nn.Module
     DTensorBase = DTensorBase
-    Function = torch.autograd.Function
+    Function = HigherOrderFunction = torch.autograd.Function
     PipelineStageBase = torch.nn.Module
     platform_type = PlatformType.PYTORCH
     tensor_dtype = torch

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.checks import check_reduction, check_tensor
+from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import FIRST
-from hyper_parallel.platform.platform import REDUCE_OPS, Traffic
+from hyper_parallel.platform.platform import Traffic
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import (
@@ -34,8 +36,8 @@ _REDUCE_OP = {
 }
 
 
-class Collectives(Groups):
-    """The part of the contract that is about communication outside the graph."""
+class Collectives(Groups, Differentiable):
+    """Communication outside the graph; ``Differentiable`` adds the one in the graph."""
 
     _compared_by_default = FIRST  # gloo ends processes whose data does not fit together
 
@@ -59,8 +61,8 @@ class Collectives(Groups):
         self, data: Any, group_info: Any, async_op: bool = False, op: str = "sum"
     ) -> Any:
         group = self._group("all_reduce", group_info)
-        check_tensor("all_reduce", data)
-        check_reducible("all_reduce", data, op, group)
+        check_tensor(self, "all_reduce", data)
+        self._check_reducible("all_reduce", data, op, group)
         self._announce(
             lambda: Call.on("all_reduce", data, op), group, 2 * _share(data, group)
         )
@@ -116,7 +118,7 @@ class Collectives(Groups):
         self, data: Any, group_info: Any, async_op: bool = False
     ) -> Any:
         group = self._group("all_gather_into_tensor", group_info)
-        check_tensor("all_gather_into_tensor", data)
+        check_tensor(self, "all_gather_into_tensor", data)
         received = data.nbytes * (group.size() - 1)
         self._announce(lambda: Call.on("all_gather_into_tensor", data), group, received)
         source = as_stored(data)
@@ -144,8 +146,8 @@ class Collectives(Groups):
     ) -> Any:
         call = "reduce_scatter_tensor"
         group = self._group(call, group_info)
-        check_tensor(call, data)
-        check_reducible(call, data, op, group)
+        check_tensor(self, call, data)
+        self._check_reducible(call, data, op, group)
         size = group.size()
         if data.dim() == 0 or data.shape[0] % size:
             raise coded(
@@ -186,7 +188,7 @@ class Collectives(Groups):
     ) -> Any:
         call = "all_to_all_single"
         resolved = self._group(call, group)
-        check_tensor(call, input_tensor)
+        check_tensor(self, call, input_tensor)
         size = resolved.size()
         shape = tuple(output_shape)
         if (
@@ -215,7 +217,7 @@ class Collectives(Groups):
 
     def broadcast(self, data: Any, src: int, group: Any, async_op: bool = False) -> Any:
         resolved = self._group("broadcast", group)
-        check_tensor("broadcast", data)
+        check_tensor(self, "broadcast", data)
         self._check_member("broadcast", "src", src, resolved)
         received = 0 if src == self.get_rank() else data.nbytes
         self._announce(
@@ -240,7 +242,7 @@ class Collectives(Groups):
         self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0
     ) -> Any:
         resolved = self._group("isend", group)
-        check_tensor("isend", tensor)
+        check_tensor(self, "isend", tensor)
         self._check_peer("isend", "dst", dst, resolved)
         source = as_stored(tensor)
         call = f"isend to rank {dst}"
@@ -256,7 +258,7 @@ class Collectives(Groups):
         self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
     ) -> Any:
         resolved = self._group("irecv", group)
-        check_tensor("irecv", tensor)
+        check_tensor(self, "irecv", tensor)
         if src is not None:
             self._check_peer("irecv", "src", src, resolved)
         buffer = as_stored(tensor)
@@ -333,18 +335,18 @@ class Collectives(Groups):
         self,
         call: str,
         data: Any,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
         group: Any,
     ) -> tuple[Any, Any]:
         resolved = self._group(call, group)
-        shape = (sum(output_splits), *data.shape[1:])
+        shape = tuple(data.shape)
+        if output_splits is not None:
+            shape = (sum(output_splits), *shape[1:])
         return self._exchange(call, data, shape, output_splits, input_splits, resolved)
 
     def reduce_pieces(self, received: Any, shape: Sequence[int], op: str) -> Any:
         return gloo.reduce_pieces(received.view(tuple(shape)), op)
-
-    # --- shared by this class and the differentiable collectives
 
     def _exchange(
         self,
@@ -385,6 +387,22 @@ class Collectives(Groups):
             ),
         )
         return output, Handle(work, call, group)
+
+    def _swap_with(
+        self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        source = as_stored(tensor)
+        output = torch.empty_like(source)
+        call = f"p2p_exchange with rank {peer}"
+        self._tell("p2p_exchange", (self.get_rank(), peer), source.nbytes)
+        ops = [
+            dist.P2POp(dist.isend, source, peer, group),
+            dist.P2POp(dist.irecv, output, peer, group),
+        ]
+        works = self._call(call, group, lambda: dist.batch_isend_irecv(ops), peer)
+        for work in works:
+            Handle(work, call, group, peer=peer).wait()
+        return output
 
     def _announce(
         self, describe: Callable[[], Call], group: dist.ProcessGroup, nbytes: int = 0
@@ -453,66 +471,21 @@ class Collectives(Groups):
         handle.wait()
         return tensor
 
-    def _check_member(
-        self, call: str, name: str, rank: Any, group: dist.ProcessGroup
+    def _check_reducible(
+        self, call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup
     ) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        if rank not in ranks or isinstance(rank, bool):
+        check_reduction(self, call, data, op)
+        if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
             raise coded(
                 ValueError,
-                "HP122",
-                f"{call}: {name} must be one of the group's ranks {ranks}, got {rank!r}",
-            )
-
-    def _check_peer(
-        self, call: str, name: str, rank: Any, group: dist.ProcessGroup
-    ) -> None:
-        self._check_member(call, name, rank, group)
-        if rank == self.get_rank():
-            raise coded(
-                ValueError, "HP122", f"{call}: {name} is this rank, {rank}, itself"
+                "HP121",
+                f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}",
             )
 
 
 def as_stored(data: torch.Tensor) -> torch.Tensor:
     """The tensor without gaps in memory and without a sign or a conjugation that is only noted: backends see memory."""
     return data.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def check_tensor(call: str, data: Any) -> None:
-    """A TypeError that names the call if ``data`` is no tensor."""
-    if not isinstance(data, torch.Tensor):
-        raise coded(
-            TypeError, "HP120", f"{call}: expected a tensor, got {type(data).__name__}"
-        )
-
-
-def check_reducible(
-    call: str, data: torch.Tensor, op: str, group: dist.ProcessGroup
-) -> None:
-    """A ValueError that names what is wrong if ``op`` is unknown or does not go with the tensor's dtype."""
-    if op not in _REDUCE_OP:
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: op must be one of {', '.join(REDUCE_OPS)}, got {op!r}",
-        )
-    if op == "avg" and not (data.is_floating_point() or data.is_complex()):
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: avg needs a floating-point tensor, got {data.dtype}; reduce with sum and divide",
-        )
-    if data.is_complex() and op in ("max", "min", "prod"):
-        raise coded(
-            ValueError, "HP121", f"{call}: {op} is not defined for {data.dtype}"
-        )
-    if gloo.is_used(group, data) and data.dtype not in gloo.DTYPES:
-        raise coded(
-            ValueError,
-            "HP121",
-            f"{call}: gloo cannot reduce {data.dtype}; cast to one of {sorted(map(str, gloo.DTYPES))}",
-        )
 
 
 def _native_op(op: str, data: torch.Tensor) -> Any:

@@ -400,14 +400,7 @@ def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -
     whole = {
         id(t): _empty(t, device) for t in held.values() if isinstance(t, DTensorBase)
     }
-    new = {
-        id(t): _empty(t, device)
-        for t in held.values()
-        if t.is_meta and id(t) not in {*whole, *made}
-    }
-    known = [made.get(id(t), t) for t in held.values() if id(t) not in {*whole, *new}]
-    kept = [(tensor, tensor.clone()) for tensor in known]
-    made |= new
+    kept = _fill_in(held, whole, made, device)
     for name, tensor in held.items():
         setattr(owner, name, whole.get(id(tensor), made.get(id(tensor), tensor)))
     reset = _resetter(owner)
@@ -415,14 +408,35 @@ def _reset_owner(owner: nn.Module, made: dict[int, Any], device: torch.device) -
     reset()
     for name, tensor in held.items():
         if id(tensor) in whole:
-            if _local(tensor).is_meta and id(tensor) not in made:
-                shard = tensor.layout.part_of(getattr(owner, name).detach())
-                made[id(tensor)] = _like(
-                    tensor, shard.clone(memory_format=torch.contiguous_format)
-                )
-            setattr(owner, name, made.get(id(tensor), tensor))
+            _take_shard(owner, name, tensor, made)
     for tensor, value in kept:
         tensor.copy_(value)
+
+
+def _fill_in(
+    held: dict[str, Any],
+    whole: dict[int, Any],
+    made: dict[int, Any],
+    device: torch.device,
+) -> list[tuple[Any, Any]]:
+    """Gives memory to plain tensors without data; returns the others, each with a copy of its numbers."""
+    new = {
+        id(t): _empty(t, device)
+        for t in held.values()
+        if t.is_meta and id(t) not in {*whole, *made}
+    }
+    known = [made.get(id(t), t) for t in held.values() if id(t) not in {*whole, *new}]
+    made |= new
+    return [(tensor, tensor.clone()) for tensor in known]
+
+
+def _take_shard(owner: nn.Module, name: str, tensor: Any, made: dict[int, Any]) -> None:
+    """Puts the distributed parameter back, with its shard of the whole one if it has no data."""
+    if _local(tensor).is_meta and id(tensor) not in made:
+        shard = tensor.layout.part_of(getattr(owner, name).detach())
+        own = shard.clone(memory_format=torch.contiguous_format)
+        made[id(tensor)] = _like(tensor, own)
+    setattr(owner, name, made.get(id(tensor), tensor))
 
 
 def _empty(tensor: Any, device: torch.device) -> Any:

@@ -450,21 +450,9 @@ def _grad(
     given = (
         _several(grad_outputs) if grad_outputs is not None else [None] * len(outputs)
     )
-    pairs = zip(outputs, given, strict=True)
-    seeds = [
-        out.current()._backward_root(grad)
-        if isinstance(out, DTensorBase)
-        else (out, grad)
-        for out, grad in pairs
-    ]
-    inputs = [
-        one.current().gradient_source() if isinstance(one, DTensorBase) else one
-        for one in inputs
-    ]
-    for one in inputs:
-        if isinstance(one, DTensorBase):
-            one._watched("autograd.grad")
-    leaves = [one._local if isinstance(one, DTensorBase) else one for one in inputs]
+    seeds = [_root_of(*pair) for pair in zip(outputs, given, strict=True)]
+    inputs = [_gradient_source_of(tensor) for tensor in inputs]
+    leaves = [_watch_local(tensor) for tensor in inputs]
     found = torch.autograd.grad(
         [out for out, _ in seeds],
         leaves,
@@ -474,12 +462,35 @@ def _grad(
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
-    return tuple(
-        one._gradient_of(grad)
-        if isinstance(one, DTensorBase) and grad is not None
-        else grad
-        for one, grad in zip(inputs, found, strict=True)
-    )
+    pairs = zip(inputs, found, strict=True)
+    return tuple(_wrap_gradient(tensor, grad) for tensor, grad in pairs)
+
+
+def _root_of(output: Any, grad: Any) -> tuple[Any, Any]:
+    """The plain tensor that backward starts from, and its gradient."""
+    if isinstance(output, DTensorBase):
+        root: tuple[Any, Any] = output.current()._backward_root(grad)
+        return root
+    return output, grad
+
+
+def _gradient_source_of(tensor: Any) -> Any:
+    is_distributed = isinstance(tensor, DTensorBase)
+    return tensor.current().gradient_source() if is_distributed else tensor
+
+
+def _watch_local(tensor: Any) -> Any:
+    """The plain tensor whose gradient is taken."""
+    if not isinstance(tensor, DTensorBase):
+        return tensor
+    tensor._watched("autograd.grad")
+    return tensor._local
+
+
+def _wrap_gradient(tensor: Any, grad: Any) -> Any:
+    if isinstance(tensor, DTensorBase) and grad is not None:
+        return tensor._gradient_of(grad)
+    return grad
 
 
 def _property(name: str) -> Any:

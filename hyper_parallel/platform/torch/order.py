@@ -199,6 +199,14 @@ def _standing_of(group: dist.ProcessGroup, number: int) -> dict[str, Any]:
     }
 
 
+def _is_behind(told: str | None, standing: dict[str, Any]) -> bool:
+    """Whether a rank that told this has not come to the collective that another one stands in."""
+    if not told:
+        return False
+    issued = json.loads(told)["counts"].get(standing["group"], 0)
+    return bool(issued < standing["number"])
+
+
 def _circle(store: Any, rank: int) -> list[tuple[int, str]]:
     """Ranks, each of which waits for the next and the last for the first, with what they told; empty without one."""
     told: dict[int, str | None] = {}
@@ -222,13 +230,7 @@ def _circle(store: Any, rank: int) -> list[tuple[int, str]]:
         seen.add(one)
         standing = json.loads(own)
         for other in standing["ranks"]:
-            theirs = waits(other)
-            is_missing = (
-                theirs
-                and json.loads(theirs)["counts"].get(standing["group"], 0)
-                < standing["number"]
-            )
-            if is_missing and (found := follow(other)):
+            if _is_behind(waits(other), standing) and (found := follow(other)):
                 return found
         path.pop()
         return []

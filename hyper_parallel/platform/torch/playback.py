@@ -42,13 +42,7 @@ def ordered(steps: Sequence[Step], wanted: Set[int]) -> Iterator[Move]:
     """All steps that draw and those that the wanted storages need, in the order in which they should be run."""
     needed = _needed(steps, wanted)
     before = _dependencies(steps, needed)
-    last_draw: dict[
-        int, int
-    ] = {}  # the last one among a step and all that must come before it
-    for i in needed:
-        last_draw[i] = (
-            i if steps[i].draws else max((last_draw[j] for j in before[i]), default=-1)
-        )
+    last_draw = _find_last_draws(steps, needed, before)
     finals = {number: i for i in needed for number in steps[i].writes & wanted}
     targets = {*finals.values(), *(i for i in needed if steps[i].draws)}
     order: dict[int, None] = {}
@@ -96,6 +90,17 @@ def _dependencies(steps: Sequence[Step], needed: Sequence[int]) -> dict[int, set
         for number in reads - writes:
             touching[number].add(i)
     return before
+
+
+def _find_last_draws(
+    steps: Sequence[Step], needed: Sequence[int], before: dict[int, set[int]]
+) -> dict[int, int]:
+    """For each step the last one that draws, among it and all that must come before it."""
+    last_draw: dict[int, int] = {}
+    for i in needed:
+        earlier = (last_draw[j] for j in before[i])
+        last_draw[i] = i if steps[i].draws else max(earlier, default=-1)
+    return last_draw
 
 
 def _closure(

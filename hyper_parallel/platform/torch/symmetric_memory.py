@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.checks import check_tensor
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.shared_memory import SharedMemoryHandler, checked_shape
-from hyper_parallel.platform.torch.collectives import check_tensor
 
 
 class SymmetricMemoryHandler(SharedMemoryHandler):
@@ -69,7 +69,7 @@ class SymmetricMemoryHandler(SharedMemoryHandler):
 
         Untested on hardware: CUDA.
         """
-        check_tensor("symmetric memory: rendezvous", tensor)
+        check_tensor(self._platform, "symmetric memory: rendezvous", tensor)
         if _checked_device("rendezvous", tensor.device).type == "cuda":
             from torch.distributed import _symmetric_memory
 

@@ -195,32 +195,39 @@ class Tape:
         outputs = self._outputs(out)
         writes = {self.ref(t).storage for t in written}
         if outputs or writes or streams:
-            renewed = {self.ref(t).storage for t in filled}
-            reads = {self.ref(t).storage for t in inputs} - renewed
-            made = {ref.storage for _, ref in outputs}
-            deferred = (
-                streams
-                or any(t.is_meta for t in inputs)
-                or not reads.isdisjoint(self._deferred)
-            )
-            self._deferred = (
-                self._deferred | writes | made if deferred else self._deferred - renewed
-            )
+            sets = self._note_storages(inputs, filled, writes, outputs, streams)
             if kwargs.get("device") is not None:
                 taped_kwargs["device"] = torch.device("cpu")
-            if (
-                outputs and not inputs
-            ):  # a factory: its dtype may have come from a default that has changed by then
+            # A factory's dtype may have come from a default that has changed by then.
+            if outputs and not inputs:
                 taped_kwargs["dtype"] = outputs[0][1].dtype
-            sets = (
-                frozenset(reads),
-                frozenset(writes | made),
-                frozenset(renewed | made),
-            )
             self._steps.append(
                 _Op(func, taped_args, taped_kwargs, *sets, outputs, streams)
             )
         return out
+
+    def _note_storages(
+        self,
+        inputs: Sequence[torch.Tensor],
+        filled: Sequence[torch.Tensor],
+        writes: set[int],
+        outputs: Any,
+        streams: tuple[_Stream, ...],
+    ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """The storages that an operator reads, writes and renews; notes which of them have no data yet."""
+        renewed = {self.ref(t).storage for t in filled}
+        reads = {self.ref(t).storage for t in inputs} - renewed
+        made = {ref.storage for _, ref in outputs}
+        is_deferred = (
+            streams
+            or any(t.is_meta for t in inputs)
+            or not reads.isdisjoint(self._deferred)
+        )
+        if is_deferred:
+            self._deferred = self._deferred | writes | made
+        else:
+            self._deferred = self._deferred - renewed
+        return frozenset(reads), frozenset(writes | made), frozenset(renewed | made)
 
     def _outputs(self, out: Any) -> tuple[tuple[int, _Ref], ...]:
         """(position, reference) of the tensors that lie in a storage of their own."""

@@ -439,6 +439,12 @@ def _nll_loss(
 # --- windows
 
 
+def _spatial_option(options: dict[str, Any], name: str, count: int) -> Any:
+    """An option of a convolution for its last ``count`` dims; some primitives have it in the plural."""
+    plural = f"{name}s"
+    return options[plural if plural in options else name][-count:]
+
+
 def _convolution(count: int) -> Callable[..., Any]:
     def run(
         input: Any,
@@ -456,28 +462,17 @@ def _convolution(count: int) -> Callable[..., Any]:
                 "HP313",
                 f"conv{count}d: the channels of distributed tensors are dim 1, not {data_format}",
             )
-        stride, dilation = (
-            more[f"{key}s" if f"{key}s" in more else key][-count:]
-            for key in ("stride", "dilation")
-        )
-        kernel = weight.shape[2:]
+        stride = _spatial_option(more, "stride", count)
+        dilation = _spatial_option(more, "dilation", count)
+        sides = [(0, 0)] * count
         if pad_mode == "same":
-            sides = [
-                _same(*each)
-                for each in zip(input.shape[2:], kernel, stride, dilation, strict=True)
-            ]
-        else:
-            sides = [
-                tuple(pad[2 * d : 2 * d + 2]) if pad_mode == "pad" else (0, 0)
-                for d in range(count)
-            ]
+            sizes = (input.shape[2:], weight.shape[2:], stride, dilation)
+            sides = [_same(*each) for each in zip(*sizes, strict=True)]
+        elif pad_mode == "pad":
+            sides = [tuple(pad[2 * d : 2 * d + 2]) for d in range(count)]
         if any(before != after for before, after in sides):
-            input, sides = (
-                by_rule(
-                    "pad", input, tuple(side for pair in sides[::-1] for side in pair)
-                ),
-                [(0, 0)] * count,
-            )
+            reverse = tuple(side for pair in sides[::-1] for side in pair)
+            input, sides = by_rule("pad", input, reverse), [(0, 0)] * count
         padding = tuple(before for before, _ in sides)
         return by_rule(
             f"conv{count}d", input, weight, None, stride, padding, dilation, group

@@ -216,27 +216,39 @@ def _einsum(equation: str, *operands: Any) -> Any:
         else operands
     )
     inputs, output = _labels(equation, [len(x.shape) for x in tensors])
+    terms, sizes = _broadcast_terms(tensors, inputs)
+    found, label = terms[0]
+    for i, (other, its) in enumerate(terms[1:], 2):
+        needed = {*output, *(name for _, more in terms[i:] for name in more)}
+        found, label = _contracted(found, label, other, its, needed, sizes)
+    return _reduce_to(found, label, output)
+
+
+def _broadcast_terms(
+    tensors: Sequence[Any], inputs: Sequence[list[str]]
+) -> tuple[list[tuple[Any, list[str]]], dict[str, int]]:
+    """The operands with their labels, broadcast to the sizes of the labels; and these sizes."""
     terms = [_diagonals(x, label) for x, label in zip(tensors, inputs, strict=True)]
     sizes: dict[str, int] = {}
     for x, label in terms:
         for name, size in zip(label, x.shape, strict=True):
             sizes[name] = sizes.get(name, size) if size == 1 else size
-    terms = [
-        (mint.broadcast_to(x, tuple(sizes[name] for name in label)), label)
-        for x, label in terms
-    ]
-    found, label = terms[0]
-    for i, (other, its) in enumerate(terms[1:], 2):
-        needed = {*output, *(name for _, more in terms[i:] for name in more)}
-        found, label = _contracted(found, label, other, its, needed, sizes)
+    broadcast = []
+    for x, label in terms:
+        shape = tuple(sizes[name] for name in label)
+        broadcast.append((mint.broadcast_to(x, shape), label))
+    return broadcast, sizes
+
+
+def _reduce_to(x: Any, label: list[str], output: Sequence[str]) -> Any:
+    """Sums the dims that the output lacks, and puts the others in its order."""
     dropped = tuple(d for d, name in enumerate(label) if name not in output)
-    found = mint.sum(found, dropped) if dropped else found
+    if dropped:
+        x = mint.sum(x, dropped)
     left = [name for name in label if name in output]
-    return (
-        mint.permute(found, tuple(left.index(name) for name in output))
-        if left
-        else found
-    )
+    if not left:
+        return x
+    return mint.permute(x, tuple(left.index(name) for name in output))
 
 
 def _labels(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
@@ -289,17 +301,26 @@ def _contracted(
     summed = [name for name in its if name in others and name not in needed]
     mine = [name for name in its if name not in others]
     theirs = [name for name in others if name not in its]
-
-    def matrix(tensor: Any, label: list[str], *groups: list[str]) -> Any:
-        order = tuple(label.index(name) for group in (batch, *groups) for name in group)
-        shape = [sizes[name] for name in batch] + [
-            math.prod(sizes[n] for n in group) for group in groups
-        ]
-        return shaped(mint.permute(tensor, order) if order else tensor, shape)
-
-    found = matmul(matrix(x, its, mine, summed), matrix(y, others, summed, theirs))
+    left = _as_matrices(x, its, batch, (mine, summed), sizes)
+    right = _as_matrices(y, others, batch, (summed, theirs), sizes)
     label = [*batch, *mine, *theirs]
-    return shaped(found, [sizes[name] for name in label]), label
+    return shaped(matmul(left, right), [sizes[name] for name in label]), label
+
+
+def _as_matrices(
+    x: Any,
+    label: list[str],
+    batch: list[str],
+    groups: tuple[list[str], list[str]],
+    sizes: dict[str, int],
+) -> Any:
+    """A batch of matrices, whose rows and columns are these two groups of dims."""
+    rows, columns = groups
+    order = tuple(label.index(name) for name in (*batch, *rows, *columns))
+    shape = [sizes[name] for name in batch]
+    for group in groups:
+        shape.append(math.prod(sizes[name] for name in group))
+    return shaped(mint.permute(x, order) if order else x, shape)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -380,30 +380,42 @@ def _quantile(
     interpolation: str = "linear",
 ) -> Any:
     """Between those of the sorted elements that are next to it."""
-    if interpolation not in ("linear", "midpoint", *_BETWEEN):
-        known = ", ".join(("linear", "midpoint", *_BETWEEN))
-        raise ValueError(
-            f"quantile: expected one of {known} as interpolation, got {interpolation!r}"
-        )
+    _check_interpolation(interpolation)
     dims = dims_of(input, dim)
     kept = [1 if d in dims else n for d, n in enumerate(input.shape)]
     last = shaped(input, (-1,)) if dim is None else mint.transpose(input, dim, -1)
     values, largest = _sort(last)[0], last.shape[-1] - 1
     lacking = mint.sum(mint.isnan(last).astype(mindspore.int32), -1, keepdim=True) > 0
     share = np.asarray(q.asnumpy() if isinstance(q, Tensor) else q, np.float64)
+    shape = kept if keepdim else [n for d, n in enumerate(input.shape) if d not in dims]
     found = []
     for place in map(_BETWEEN.get(interpolation, float), share.reshape(-1) * largest):
-        below, above = (
-            rows(values, [round_(place)], -1) for round_ in (np.floor, np.ceil)
+        quantile = _interpolate(values, place, interpolation)
+        quantile = mint.where(lacking, numbers(input, math.nan), quantile)
+        if dim is not None:
+            quantile = mint.transpose(quantile, dim, -1)
+        found.append(shaped(quantile, shape))
+    return shaped(ops.stack(found, 0), (*share.shape, *shape))
+
+
+def _check_interpolation(interpolation: str) -> None:
+    known = ("linear", "midpoint", *_BETWEEN)
+    if interpolation not in known:
+        raise ValueError(
+            f"quantile: expected one of {', '.join(known)} as interpolation, got {interpolation!r}"
         )
-        ahead = 0.5 if interpolation == "midpoint" and place % 1 else place % 1
-        one = below + (above - below) * numbers(input, ahead) if ahead else below
-        one = mint.where(lacking, numbers(input, math.nan), one)
-        found.append(one if dim is None else mint.transpose(one, dim, -1))
-    shape = kept if keepdim else [n for d, n in enumerate(input.shape) if d not in dims]
-    return shaped(
-        ops.stack([shaped(one, shape) for one in found], 0), (*share.shape, *shape)
-    )
+
+
+def _interpolate(values: Any, place: float, interpolation: str) -> Any:
+    """The value at a place between two of the sorted elements, along the last dim."""
+    below = rows(values, [np.floor(place)], -1)
+    above = rows(values, [np.ceil(place)], -1)
+    ahead = place % 1
+    if not ahead:
+        return below
+    if interpolation == "midpoint":
+        ahead = 0.5
+    return below + (above - below) * numbers(values, ahead)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
