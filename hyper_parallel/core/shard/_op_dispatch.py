@@ -75,44 +75,27 @@ class Dispatcher:
         called: OpName | None = None,
     ) -> Any:
         """``func(*args, **kwargs)``, with distributed tensors among the arguments."""
-        if (
-            MODES.skip is not None
-            and (called or platform.op_name_of(func)).name not in MODES.skip
-        ):
-            return on_shards(func, args, kwargs)
-        key: list[Any] = [func]
+        if MODES.skip is not None:
+            name = (called or platform.op_name_of(func)).name
+            if name not in MODES.skip:
+                return on_shards(func, args, kwargs)
         tensors: list[DTensor] = []
         try:
-            for value in args:
-                if (
-                    type(value) is DTensor
-                    and value._spec is not None
-                    and not value._unrecorded
-                ):
-                    key.append(value._spec)
-                    tensors.append(value)
-                else:
-                    describe((value,), key, tensors)
-            if kwargs:
-                key += kwargs
-                describe(kwargs.values(), key, tensors)
+            key = _make_key(func, args, kwargs, tensors)
         except PlainTensorError:
-            return self._with_plain(
-                func, args, kwargs, called or platform.op_name_of(func)
-            )
+            called = called or platform.op_name_of(func)
+            return self._with_plain(func, args, kwargs, called)
         try:
-            run = self._plans.get(tuple(key))
+            run = self._plans.get(key)
         except TypeError:  # an argument that cannot be a key, such as an array
-            run = self._plan(
-                func, called or platform.op_name_of(func), tensors, args, kwargs
-            )
+            called = called or platform.op_name_of(func)
+            run = self._plan(func, called, tensors, args, kwargs)
         if run is None:
-            run = self._plan(
-                func, called or platform.op_name_of(func), tensors, args, kwargs
-            )
+            called = called or platform.op_name_of(func)
+            run = self._plan(func, called, tensors, args, kwargs)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[tuple(key)] = run
+            self._plans[key] = run
         result = run(tensors, args, kwargs)
         if isinstance(result, (DTensor, tuple, list)):
             self._follow(result, tensors, func, args, kwargs, called)
@@ -303,6 +286,24 @@ class Dispatcher:
                 f'A rule is one line: operator("{name}", parameters, rule); see "how to add an operator"',
                 stacklevel=users_level(),
             )
+
+
+def _make_key(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[DTensor]
+) -> tuple[Any, ...]:
+    """What a plan depends on; adds the distributed tensors among the arguments to ``tensors``."""
+    key: list[Any] = [func]
+    for value in args:
+        is_known = type(value) is DTensor and value._spec is not None
+        if is_known and not value._unrecorded:
+            key.append(value._spec)
+            tensors.append(value)
+        else:
+            describe((value,), key, tensors)
+    if kwargs:
+        key += kwargs
+        describe(kwargs.values(), key, tensors)
+    return tuple(key)
 
 
 def _function(func: Any, name: str) -> Any:

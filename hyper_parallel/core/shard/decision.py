@@ -130,12 +130,25 @@ def decide_call(
     way = _way_before_rules(name, op, tensors, inplace)
     if way is not None:
         return Decision(name, way, inplace, op)
-    if op is not None and (op.direct or op.handler) is not None:
+    if op is None:
+        one_mesh(name.name, tensors)
+        return Decision(name, Way.WHOLE, inplace, reason="it is in no table")
+    if op.direct is not None or op.handler is not None:
         way = Way.DIRECT if op.direct is not None else Way.COMPOSITE
         return Decision(name, way, inplace, op, op.handler)
+    return _decide_by_row(name, op, tensors, args, kwargs, inplace)
+
+
+def _decide_by_row(
+    name: OpName,
+    op: Operator,
+    tensors: Sequence[DTensor],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    inplace: bool,
+) -> Decision:
+    """By the rule in the operator's row, or on whole tensors if it has none for this call."""
     one_mesh(name.name, tensors)
-    if op is None:
-        return Decision(name, Way.WHOLE, inplace, reason="it is in no table")
     reason = ""
     try:
         return _decide_by_rule(name, op, tensors, args, kwargs, inplace)
@@ -228,15 +241,8 @@ def bind_call(
         else [arguments.get(parameter) for parameter in op.parameters[:count]]
     )
     for value in given:
-        if isinstance(value, (list, tuple)) and not all(
-            isinstance(entry, DTensor) for entry in value
-        ):
-            raise Unruled("a list among its operands holds something that is no tensor")
-    numbers = [
-        i
-        for i, value in enumerate(given)
-        if isinstance(value, (bool, int, float, complex))
-    ]
+        _check_list(value)
+    numbers = [i for i, value in enumerate(given) if isinstance(value, _NUMBERS)]
     operands = [
         value if isinstance(value, (DTensor, list, tuple)) else None for value in given
     ]
@@ -246,6 +252,18 @@ def bind_call(
         ), operands
     except ValueError as error:
         raise prefixed(name.name, error, ValueError) from None
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _check_list(value: Any) -> None:
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            if not isinstance(entry, DTensor):
+                raise Unruled(
+                    "a list among its operands holds something that is no tensor"
+                )
 
 
 def _shape(operand: Any) -> Any:

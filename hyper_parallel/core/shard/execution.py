@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -80,6 +80,7 @@ class Planned:
         here: ShardContext | None,
     ) -> None:
         self._func, self._called, self._op, self._here = func, called, op, here
+        self._copy_of: str | None = None
         self._single = len(made.results) == 1 and not isinstance(made.results[0], tuple)
         self._layouts = flat(made.results)
         shapes = [
@@ -109,47 +110,43 @@ class Planned:
             move is not None and move[0] is not t._layout
             for move, t in zip(moves, tensors, strict=True)
         ]
-        is_copy = (
-            self._op.view
-            and bool(changes)
-            and changes[0]
-            and not _takes_elements(self._called, args)
-        )
-        self._copy_of = self._called.name if is_copy else None
+        moves_first = bool(changes) and changes[0]
+        is_copy = self._op.view and moves_first
+        if is_copy and not _takes_elements(self._called, args):
+            self._copy_of = self._called.name
         self._empty = any(
             layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors)
         )
-        ready = None
-        if self._here is not None and self._op.ready is not None:
-            ready = self._op.ready(
-                self._here,
-                **self._op.arguments(
-                    self._called, args, platform.canonical_kwargs(kwargs)
-                ),
-            )
-        at = [i for i, value in enumerate(args) if isinstance(value, DTensor)]
-        by_name = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
+        at = _find_tensors(enumerate(args))
+        by_name = _find_tensors(kwargs.items())
         if len(at) + len(by_name) != len(tensors):  # some are in lists
             return self.run
         if inplace:
-            plain = self._here is None and not any(self._moves) and self._called.inplace
-            return self._inplace_run() if plain else self.run
-        if (
-            not self._single
-            or self._empty
-            or any(changes)
-            or not (self._here is None or ready)
-        ):
-            return self.run
-        if has_other_than_sum(
-            self._layouts[0]
-        ):  # what stands for the result depends on whether it is recorded
+            return self._inplace_run()
+        func = self._find_fast_function(args, kwargs)
+        if func is None or any(changes) or not self._is_simple():
             return self.run
         only = len(at) == len(args) and not kwargs
-        fixed = not any(isinstance(value, float) for value in (*args, *kwargs.values()))
-        return self._simple_run(
-            ready or self._func, None if only else at, by_name, fixed
-        )
+        floats = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, float)
+        ]
+        return self._simple_run(func, None if only else at, by_name, not floats)
+
+    def _find_fast_function(self, args: Any, kwargs: Any) -> Any:
+        """What to call on the shards in place of the operator; None if each call must be told where it is."""
+        if self._here is None:
+            return self._func
+        if self._op.ready is None:
+            return None
+        named = platform.canonical_kwargs(kwargs)
+        arguments = self._op.arguments(self._called, args, named)
+        return self._op.ready(self._here, **arguments)
+
+    def _is_simple(self) -> bool:
+        """Whether there is one result, which has elements on every rank and stands for itself."""
+        # What stands for a pending maximum depends on whether it is recorded.
+        pending = self._single and has_other_than_sum(self._layouts[0])
+        return self._single and not self._empty and not pending
 
     def _pieces(self, tensors: Sequence[DTensor]) -> list[tuple[Layout, Any]]:
         """(layout, shape) of everything that the local call gets and gives."""
@@ -167,53 +164,23 @@ class Planned:
         ``at``, ``by_name``: where the tensors are among the arguments; None where there is nothing else. ``fixed``: the
         shape of the result does not depend on a number that the plan does not know.
         """
-        wrapped, count = self._simple_wrap(fixed), len(at) if at is not None else 0
+        wrapped = self._simple_wrap(fixed)
         routed = [(i, *move) for i, move in enumerate(self._moves) if move is not None]
-
-        def run_one(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
-            first = tensors[0]
-            shard = first._local
-            result = func(shard)
-            return first if result is shard else wrapped(result, first)
-
-        def run_two(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
-            first, second = tensors
-            shard = first._local
-            result = func(shard, second._local)
-            return first if result is shard else wrapped(result, first)
-
-        def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
-            first = tensors[0]._local
-            shards = [tensor._local for tensor in tensors]
-            for i, target, summed in routed:
-                shards[i] = local_for(tensors[i], target, summed)
-            if at is None:
-                result = func(*shards)
-            else:
-                args = list(args)
-                for position, shard in zip(at, shards):  # noqa: B905 - quick; the rest are by name
-                    args[position] = shard
-                if by_name:
-                    kwargs = {**kwargs, **dict(zip(by_name, shards[count:]))}  # noqa: B905
-                result = func(*args, **kwargs)
-            return tensors[0] if result is first else wrapped(result, tensors[0])
-
-        short = {1: run_one, 2: run_two} if at is None and not routed else {}
-        usual = short.get(len(self._moves), run)
-        chosen = (
-            _remembering(func, usual)
-            if self._op.view and len(self._moves) == 1
-            else usual
-        )
-        return (
-            chosen
-            if fast is None
-            else self._compiled(func, chosen, wrapped, fixed, bool(routed))
-        )
+        tensors = len(self._moves)
+        if at is None and not routed and tensors in (1, 2):
+            usual = (_run_one if tensors == 1 else _run_two)(func, wrapped)
+        else:
+            usual = _run_many(func, wrapped, routed, at, by_name)
+        is_view = self._op.view and tensors == 1
+        chosen = _remembering(func, usual) if is_view else usual
+        if fast is None:
+            return chosen
+        return cast(Run, self._compiled(func, chosen, wrapped, fixed, bool(routed)))
 
     def _inplace_run(self) -> Run:
-        """The way of a call that changes its first tensor and moves none, for the compiled dispatch."""
-        if fast is None:
+        """The way of a call that changes its first tensor: compiled if it moves none."""
+        moves_none = self._here is None and not any(self._moves)
+        if fast is None or not (moves_none and self._called.inplace):
             return self.run
         made = fast.Plan()
         made.func, made.run, made.inplace = self._func, self.run, True
@@ -262,46 +229,43 @@ class Planned:
         if self._inplace:
             refuse_copy(self._called.name, tensors[0])
         shards = self._shards(tensors)
-        following = iter(shards)
-        args = replaced(args, following)
-        kwargs = (
-            {name: replaced(value, following) for name, value in kwargs.items()}
-            if kwargs
-            else kwargs
-        )
-        func, given = self._func, args
-        if self._here is not None:
-            kwargs = self._op.arguments(
-                self._called, args, platform.canonical_kwargs(kwargs)
-            )
-            func, given = cast(Any, self._op.local), (self._here,)
-        result = (
-            self._call_where_empty(func, given, kwargs)
-            if self._empty
-            else func(*given, **kwargs)
-        )
+        result = self._call_on(shards, args, kwargs)
         if self._inplace:
             return tensors[0]
-        ties = self._empty and not self._op.view
+        # A view is in the graph already, and a sum with others would be no view.
+        joins_graph = self._empty and not self._op.view
         # An operator may return an empty operand as it is, where others compute: that counts as a result of its own.
-        if (
-            result is tensors[0]._local
-            and self._layouts[0] is tensors[0]._layout
-            and not ties
-        ):
+        stays = self._layouts[0] is tensors[0]._layout and not joins_graph
+        if stays and result is tensors[0]._local:
             return tensors[0]
         results = (result,) if self._single else result
-        if ties:  # a view is in the graph, and a sum would be none
+        if joins_graph:
             results = [_tied(one, shards) for one in results]
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
-            for one in made:
-                platform.mark_alias(one._local, tensors[0]._local)
-                one._copy_of = self._copy_of or tensors[0]._copy_of
-        if self._single:
-            return made[0]
-        kind = type(result)
-        return made if kind is list else tuple(made) if kind is tuple else kind(made)
+            self._mark_views(made, tensors[0])
+        return made[0] if self._single else type(result)(made)
+
+    def _call_on(self, shards: list[Any], args: Any, kwargs: Any) -> Any:
+        """What the local call gives for these shards in place of the tensors."""
+        following = iter(shards)
+        args = replaced(args, following)
+        if kwargs:
+            pairs = kwargs.items()
+            kwargs = {name: replaced(value, following) for name, value in pairs}
+        func = self._func
+        if self._here is not None:
+            named = platform.canonical_kwargs(kwargs)
+            kwargs = self._op.arguments(self._called, args, named)
+            func, args = cast(Any, self._op.local), (self._here,)
+        if self._empty:
+            return self._call_where_empty(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _mark_views(self, made: list[DTensor], base: DTensor) -> None:
+        for one in made:
+            platform.mark_alias(one._local, base._local)
+            one._copy_of = self._copy_of or base._copy_of
 
     def _call_where_empty(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The local call where some rank has a shard without elements."""
@@ -339,6 +303,64 @@ class Planned:
                 "is wrong",
             )
         return DTensor(local, self._layouts[number], self._shapes[number])
+
+
+def _find_tensors(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Where the distributed tensors are among arguments."""
+    return [where for where, value in pairs if isinstance(value, DTensor)]
+
+
+def _run_one(func: Any, wrapped: Any) -> Run:
+    """The way of a call on one tensor, whose shard is all that it gets."""
+
+    def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+        first = tensors[0]
+        shard = first._local
+        result = func(shard)
+        return first if result is shard else wrapped(result, first)
+
+    return run
+
+
+def _run_two(func: Any, wrapped: Any) -> Run:
+    """The way of a call on two tensors, whose shards are all that it gets."""
+
+    def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+        first, second = tensors
+        shard = first._local
+        result = func(shard, second._local)
+        return first if result is shard else wrapped(result, first)
+
+    return run
+
+
+def _run_many(
+    func: Any,
+    wrapped: Any,
+    routed: list[Any],
+    at: list[int] | None,
+    by_name: list[str],
+) -> Run:
+    """The way of a call whose tensors are at these positions and names among its arguments."""
+    count = len(at) if at is not None else 0
+
+    def run(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        first = tensors[0]._local
+        shards = [tensor._local for tensor in tensors]
+        for i, target, summed in routed:
+            shards[i] = local_for(tensors[i], target, summed)
+        if at is None:
+            result = func(*shards)
+        else:
+            args = list(args)
+            for position, shard in zip(at, shards):  # noqa: B905 - quick; the rest are by name
+                args[position] = shard
+            if by_name:
+                kwargs = {**kwargs, **dict(zip(by_name, shards[count:]))}  # noqa: B905
+            result = func(*args, **kwargs)
+        return tensors[0] if result is first else wrapped(result, tensors[0])
+
+    return run
 
 
 def _takes_elements(called: OpName, args: Any) -> bool:
