@@ -265,22 +265,29 @@ def _spelled(name: str) -> list[str]:
 def _explained(rule: Rule) -> Iterator[str]:
     """What a rule allows, in words."""
     yield f"  rule        {rule}"
-    kept = {factor for result in rule.notation.results for factor in result.factors}
     factors = dict.fromkeys(
         factor for operand in rule.notation.operands for factor in operand.factors
     )
     for factor in factors:
-        mark = rule.notation.marks.get(factor, "")
         shown = "other dims" if factor == "..." else factor
-        if mark == "!":
-            told_factor = "must be whole: it is gathered where it is cut"
-        elif mark == "@":
-            told_factor = "may be cut: what a rank does not have counts as zero, and the result is a pending sum"
-        elif factor in kept:
-            told_factor = "may be cut, and the result is cut there"
-        else:
-            told_factor = f"may be cut, and the result is a pending {rule.reduce}"
-        yield f"    {shown:<12}{told_factor}"
+        yield f"    {shown:<12}{_explain_factor(rule, factor)}"
+    yield from _explain_pending(rule)
+
+
+def _explain_factor(rule: Rule, factor: str) -> str:
+    """How the dims of a factor may be sharded."""
+    mark = rule.notation.marks.get(factor, "")
+    if mark == "!":
+        return "must be whole: it is gathered where it is cut"
+    if mark == "@":
+        return "may be cut: what a rank does not have counts as zero, and the result is a pending sum"
+    if any(factor in result.factors for result in rule.notation.results):
+        return "may be cut, and the result is cut there"
+    return f"may be cut, and the result is a pending {rule.reduce}"
+
+
+def _explain_pending(rule: Rule) -> Iterator[str]:
+    """In which operands a reduction may be pending."""
     groups = [
         " and ".join(f"operand {i}" for i in group) + " together" * (len(group) > 1)
         for group in rule.linear

@@ -297,6 +297,14 @@ def _put(
     if plan is not None and not isinstance(plan, (Mapping, ParallelStyle)):
         made = plan(model, mesh)
         return model if made is None else made
+    others = _model_axes(mesh, data)
+    if plan is not None and (others or mesh.mesh_dim_names is None):
+        parallelize_module(model, mesh[others[0]] if others else mesh, plan)
+    return model if data is None else replicate(model, mesh[data], batch_dim=batch_dim)
+
+
+def _model_axes(mesh: DeviceMesh, data: str | None) -> list[str]:
+    """The names of the axes that do not shard the batch; at most one."""
     others = [name for name in mesh.mesh_dim_names or () if name != data]
     if len(others) > 1 or (mesh.ndim > 1 and not mesh.mesh_dim_names):
         raise coded(
@@ -305,9 +313,7 @@ def _put(
             f"verify: styles put a model on one axis, and {mesh} has {mesh.ndim}; name the one that cuts the batch "
             "(data_axis=), or give a function plan(model, mesh)",
         )
-    if plan is not None and (others or mesh.mesh_dim_names is None):
-        parallelize_module(model, mesh[others[0]] if others else mesh, plan)
-    return model if data is None else replicate(model, mesh[data], batch_dim=batch_dim)
+    return others
 
 
 def _part(

@@ -71,23 +71,13 @@ class _Judged:
         )
         found = _worst([differences for differences, _ in everyone])
         gaps = tuple(dict.fromkeys(gap for _, of_rank in everyone for gap in of_rank))
-        notes: tuple[str, ...] = ()
+        notes: list[str] = []
         first = None
-        if gaps or not all(
-            one.is_rounding for one in found
-        ):  # what is nan hides what went wrong before it
-            told = self._everyones(tuple(event.key for event in self.mine.trace.events))
-            alike = all(one == told[0] for one in told)
-            if not alike:
-                notes += (
-                    "the ranks ran different modules; what was pending a reduction is not compared",
-                )
-            everyones = self._everyones(self._first_event(reduce_pending=alike))
-            numbered = [one for one in everyones if one is not None]
-            earliest = min(numbered, key=lambda one: one[0])[1] if numbered else None
-            first = _before_the_step(found) or earliest or self._without_event(found)
-            notes += tuple(self._about_random_numbers())
-            notes += tuple(self._about_float32(found))
+        # What is nan hides what went wrong before it.
+        if gaps or not all(difference.is_rounding for difference in found):
+            first = self._find_first(found, notes)
+            notes += self._about_random_numbers()
+            notes += self._about_float32(found)
         losses = self._loss(), self._true_loss()
         return Report(
             self._mesh_text(),
@@ -95,9 +85,25 @@ class _Judged:
             found,
             first,
             gaps=gaps,
-            notes=notes,
+            notes=tuple(notes),
             ledger=ledger,
         )
+
+    def _find_first(
+        self, found: Sequence[Difference], notes: list[str]
+    ) -> Parting | None:
+        """Where the runs differ first on any rank; adds to the notes what was not compared."""
+        modules = tuple(event.key for event in self.mine.trace.events)
+        everyones_modules = self._everyones(modules)
+        alike = all(other == everyones_modules[0] for other in everyones_modules)
+        if not alike:
+            notes.append(
+                "the ranks ran different modules; what was pending a reduction is not compared"
+            )
+        everyones = self._everyones(self._first_event(reduce_pending=alike))
+        numbered = [event for event in everyones if event is not None]
+        earliest = min(numbered, key=lambda event: event[0])[1] if numbered else None
+        return _before_the_step(found) or earliest or self._without_event(found)
 
     def report_of_error(self, error: Exception, ledger: CommunicationLedger) -> Report:
         told = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 
 import math
 import os
+import threading
 import time
 
 import frame
@@ -593,3 +594,46 @@ def test_listeners_hear_of_collectives_while_they_listen():
         ("isend", 0, False),
     ]
     assert heard[0].ranks == (0, 1)
+
+
+@pytest.mark.parametrize("splits", [None, [[1, 2], [0, 3]]])
+@on_ranks(2)
+def test_exchange_of_rows(splits):
+    platform = get_platform()
+    rank = platform.get_rank()
+    sizes = splits or [[2, 2], [2, 2]]
+    inputs = [numbers(r, (sum(sizes[r]), 2)) for r in range(2)]
+    sends = splits and splits[rank]
+    receives = splits and [splits[0][rank], splits[1][rank]]
+    mine = frame.tensor(inputs[rank])
+    output, handle = platform.exchange("rows", mine, sends, receives, None)
+    handle.wait()
+    starts = [sum(sizes[r][:rank]) for r in range(2)]
+    rows = [inputs[r][starts[r] : starts[r] + sizes[r][rank]] for r in range(2)]
+    frame.equal(output, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("op", sorted(frame.REDUCTIONS))
+@on_ranks(1)
+def test_reduction_of_pieces_that_arrived(op):
+    pieces = np.stack([numbers(r, (2, 2)) for r in range(3)]).astype(np.float64)
+    received = frame.tensor(pieces.reshape(-1))
+    result = get_platform().reduce_pieces(received, (3, 2, 2), op)
+    frame.equal(result, frame.REDUCTIONS[op](pieces))
+
+
+@on_ranks(2)
+def test_what_is_communicated_in_backward_is_a_matter_of_the_thread():
+    """A forward may communicate on another thread meanwhile; torch can tell a backward by itself."""
+    platform = get_platform()
+    traffic = []
+
+    def communicate():
+        platform.all_reduce(frame.tensor([1.0]), None)
+
+    with platform.listen_to_collectives(traffic.append), platform.in_backward():
+        communicate()
+        other = threading.Thread(target=communicate)
+        other.start()
+        other.join()
+    assert [entry.backward for entry in traffic] == [not frame.IS_TORCH, False]

@@ -407,10 +407,7 @@ def _old_weights(folder: Path) -> list[str]:
     )
 
 
-def _weights(
-    source: Source, prefix: str, dtype: str | None, names: Rename, keep: Sequence[str]
-) -> list[_Weight]:
-    """The tensors that are stored, in the order of their names."""
+def _check_options(prefix: str, dtype: str | None) -> None:
     if dtype is not None and "float" not in dtype:
         raise coded(
             ValueError,
@@ -423,6 +420,10 @@ def _weights(
             "HP513",
             f"prefix: expected one that ends with a dot, like 'model.', or '', got {prefix!r}",
         )
+
+
+def _group_names(source: Source, prefix: str) -> dict[str, list[str]]:
+    """The names that begin with the prefix, those of one stored tensor together."""
     groups: dict[str, list[str]] = {}
     for name, entry in source.tensors.items():
         if name.startswith(prefix):
@@ -434,6 +435,15 @@ def _weights(
             "HP516",
             f"no tensor has a name that begins with {prefix!r}; there are {some(tops)}; choose a prefix",
         )
+    return groups
+
+
+def _weights(
+    source: Source, prefix: str, dtype: str | None, names: Rename, keep: Sequence[str]
+) -> list[_Weight]:
+    """The tensors that are stored, in the order of their names."""
+    _check_options(prefix, dtype)
+    groups = _group_names(source, prefix)
     places = {name: place for place, name in enumerate(keep)}
     chosen = sorted(
         min(group, key=lambda name: _preference(name, places))

@@ -10,7 +10,7 @@ An optimizer that has made no step has no state here; torch makes some by a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,26 +78,29 @@ def get_model_state_dict(
     return _delivered(state, options)
 
 
+def _collect_optimizers(
+    model: Any, optimizers: Iterable[Any], left_out: Collection[str]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(state by parameter, groups) of several optimizers, without the parameters of these names."""
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        own = OptimizerState(model, optimizer).state_dict()
+        state.update(own["state"])
+        for group in own["groups"]:
+            names = [name for name in group["params"] if name not in left_out]
+            groups.append({**group, "params": names})
+    kept = {name: values for name, values in state.items() if name not in left_out}
+    return kept, groups
+
+
 def get_optimizer_state_dict(
     model: Any, optimizers: Any, *, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """State and groups of one optimizer or several by the names of the model's parameters."""
     options = options or StateDictOptions()
-    state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for optimizer in _several(optimizers):
-        own = OptimizerState(model, optimizer).state_dict()
-        state.update(own["state"])
-        groups += [
-            {**group, "params": list(group["params"])} for group in own["groups"]
-        ]
-    if options.ignore_frozen_params:
-        frozen = _frozen(model)
-        state = {name: values for name, values in state.items() if name not in frozen}
-        groups = [
-            {**g, "params": [name for name in g["params"] if name not in frozen]}
-            for g in groups
-        ]
+    frozen = _frozen(model) if options.ignore_frozen_params else ()
+    state, groups = _collect_optimizers(model, _several(optimizers), frozen)
     flat = {
         f"{_STATE}{name}.{key}": value
         for name, values in state.items()

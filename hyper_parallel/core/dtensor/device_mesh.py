@@ -253,12 +253,15 @@ class DeviceMesh:
             return self._with_flattened(wanted)
         if unknown:
             raise coded(KeyError, "HP203", f"no axis {unknown[0]!r} in {self._names}")
-        axes = [self._names.index(name) for name in wanted]
+        return self._slice(wanted, [self._names.index(name) for name in wanted])
+
+    def _slice(self, names: tuple[str, ...], axes: list[int]) -> DeviceMesh:
+        """The part of the mesh along these axes through this rank."""
         if axes != sorted(set(axes)):
             raise coded(
                 ValueError,
                 "HP203",
-                f"axes must be named once and in the order of the mesh, {self._names}; got {wanted}",
+                f"axes must be named once and in the order of the mesh, {self._names}; got {names}",
             )
         if axes == list(range(self.ndim)):
             return self
@@ -266,7 +269,7 @@ class DeviceMesh:
         index = tuple(
             slice(None) if axis in axes else own[axis] for axis in range(self.ndim)
         )
-        return self._derive(self._ranks[index], wanted)
+        return self._derive(self._ranks[index], names)
 
     def _with_flattened(self, wanted: tuple[str, ...]) -> DeviceMesh:
         """Axes of which some were flattened from several: each name is an axis, through this rank."""

@@ -322,10 +322,7 @@ def _steps(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
         elif state.partial[axis] is not None:
             yield from _from_partial(bound, state, axis)
         elif axis not in cutting:
-            yield from (Step("slice", axis, dim) for dim in bound.dims)
-            wanted = goal.partial[axis]
-            if wanted is not None and commute([*state.partial, wanted]):
-                yield Step("part", axis, op=wanted)
+            yield from _from_replicate(bound, state, goal, axis)
     yield from _along_several(bound, state, goal)
     if state.partial == goal.partial and state != goal:
         exchange = _exchange(bound, state, goal)
@@ -359,6 +356,15 @@ def _from_partial(bound: _Bound, state: State, axis: int) -> Iterator[Step]:
         )
 
 
+def _from_replicate(
+    bound: _Bound, state: State, goal: State, axis: int
+) -> Iterator[Step]:
+    yield from (Step("slice", axis, dim) for dim in bound.dims)
+    wanted = goal.partial[axis]
+    if wanted is not None and commute([*state.partial, wanted]):
+        yield Step("part", axis, op=wanted)
+
+
 def _along_several(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
     """What takes one collective where axes one by one would take as many: no more bytes, and fewer turns."""
     wanted = {axis for axes in goal.dim_axes for axis in axes}
@@ -373,12 +379,14 @@ def _along_several(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
             nbytes=math.prod(sizes) * bound.itemsize * others,
             axes=axes,
         )
+    yield from _reduce_several(bound, state, goal)
+
+
+def _reduce_several(bound: _Bound, state: State, goal: State) -> Iterator[Step]:
+    sizes = bound.local_sizes(state)
     for op in sorted({op for op in state.partial if op is not None}):
-        axes = tuple(
-            a
-            for a, pending in enumerate(state.partial)
-            if pending == op != goal.partial[a]
-        )
+        pending = enumerate(zip(state.partial, goal.partial, strict=True))
+        axes = tuple(a for a, (now, wanted_op) in pending if now == op != wanted_op)
         if len(axes) > 1:
             ranks = math.prod(bound.mesh_shape[axis] for axis in axes)
             nbytes = 2 * -(-math.prod(sizes) * bound.itemsize // ranks) * (ranks - 1)

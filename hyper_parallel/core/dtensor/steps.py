@@ -314,11 +314,8 @@ def _partners(
     origins = _find_origins(places, have, want, lines)
     if origins is None:
         return None
-    targets: dict[int, int] = {}
-    for rank, origin in origins.items():
-        if origin != rank and targets.setdefault(origin, rank) != rank:
-            return None
-    if any(origins[rank] not in (rank, target) for rank, target in targets.items()):
+    targets = _find_targets(origins)
+    if targets is None:
         return None
     [rank] = [rank for rank, place in places.items() if place == own]
     return origins[rank], targets.get(rank, rank)
@@ -343,6 +340,20 @@ def _find_origins(
             return None
         origins[rank] = holders[0]
     return origins
+
+
+def _find_targets(origins: dict[int, int]) -> dict[int, int] | None:
+    """For each rank that sends its shard the one that gets it.
+
+    None if several get it, or if a rank would send to one and receive from another.
+    """
+    targets: dict[int, int] = {}
+    for rank, origin in origins.items():
+        if origin != rank and targets.setdefault(origin, rank) != rank:
+            return None
+    if any(origins[rank] not in (rank, target) for rank, target in targets.items()):
+        return None
+    return targets
 
 
 def _hand_over(at: _At, local: Any, origin: int, target: int) -> Any:

@@ -50,15 +50,21 @@ def describe(values: Any, key: list[Any], tensors: list[DTensor]) -> None:
         elif kind is tuple or kind is list:
             key += (kind, len(value))
             describe(value, key, tensors)
-        elif kind is slice:
-            key += (kind, value.start, value.stop, value.step)
-        elif isinstance(value, Tensor):
-            if not isinstance(value, DTensor):
-                raise PlainTensorError
-            tensors.append(value.current())
-            key.append(value._spec or spec_of(value))
         else:
-            key += (kind, value)
+            _describe_rare(value, key, tensors)
+
+
+def _describe_rare(value: Any, key: list[Any], tensors: list[DTensor]) -> None:
+    """The same for what is seldom an argument."""
+    if isinstance(value, slice):
+        key += (slice, value.start, value.stop, value.step)
+    elif isinstance(value, Tensor):
+        if not isinstance(value, DTensor):
+            raise PlainTensorError
+        tensors.append(value.current())
+        key.append(value._spec or spec_of(value))
+    else:
+        key += (type(value), value)
 
 
 def _checked(tensor: DTensor) -> DTensor:

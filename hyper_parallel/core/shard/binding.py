@@ -53,6 +53,27 @@ class BoundTensor:
         return None
 
 
+def _expand_rest(dims: Sequence[Any], rest: int) -> list[Dim]:
+    """The factors of each dim, where "..." stands for so many."""
+    line: list[Dim] = []
+    for dim in dims:
+        if isinstance(dim, Rest):
+            line += [(f"{REST}[{i}]",) for i in range(-rest, 0)]
+        else:
+            line.append(dim.factors)
+    return line
+
+
+def _joined_factors(patterns: Iterable[Tensor]) -> set[str]:
+    """The factors of the dim along which a list of operands is joined."""
+    joined: set[str] = set()
+    for pattern in patterns:
+        for dim in pattern.dims if pattern.listed else ():
+            if isinstance(dim, At) and dim.mark == WHOLE:
+                joined.update(dim.factors)
+    return joined
+
+
 def _label(place: str, pattern: Tensor) -> str:
     return f"{place} '{pattern}'"
 
@@ -203,14 +224,7 @@ class _Binder:
             self._fail(
                 f"{_label(place, pattern)}: expected {len(placed) + fixed} dims{more}, got {ndim}"
             )
-        line: list[Dim] = []
-        for dim in others:
-            line += (
-                [(f"{REST}[{i}]",) for i in range(-rest, 0)]
-                if isinstance(dim, Rest)
-                else [dim.factors]
-            )
-        following = iter(line)
+        following = iter(_expand_rest(others, rest))
         return tuple(placed[i] if i in placed else next(following) for i in range(ndim))
 
     def _place(
@@ -264,14 +278,7 @@ class _Binder:
     def measure(self, operands: Bound) -> None:
         """Finds the size of every factor that the operands tell."""
         tensors = flat(operands)
-        self._joined = {
-            name
-            for pattern in self._notation.operands
-            if pattern.listed
-            for dim in pattern.dims
-            if isinstance(dim, At) and dim.mark == WHOLE
-            for name in dim.factors
-        }
+        self._joined = _joined_factors(self._notation.operands)
         uses: dict[str, list[tuple[int, BoundTensor]]] = {}
         for tensor in tensors:
             for dim, size in zip(tensor.dims, tensor.shape, strict=True):
@@ -314,34 +321,32 @@ class _Binder:
     def _divide(self, merged: list[tuple[Dim, int, BoundTensor]]) -> None:
         """Finds the sizes of merged factors: from attributes, or all but one of them known."""
         names = [name for dim, _, _ in merged for name in dim]
-        self._sizes.update(
-            {
-                n: self._given(n)
-                for n in names
-                if n not in self._sizes and n in self._attrs
-            }
-        )
+        for name in names:
+            if name not in self._sizes and name in self._attrs:
+                self._sizes[name] = self._given(name)
         for _ in names:  # one size found may tell another
             for dim, size, _ in merged:
-                unknown, known = (
-                    [n for n in dim if n not in self._sizes],
-                    self._product(dim),
-                )
+                unknown = [name for name in dim if name not in self._sizes]
+                known = self._product(dim)
                 if len(unknown) == 1 and known and size % known == 0:
                     self._sizes[unknown[0]] = size // known
         for dim, size, tensor in merged:
-            text = f"({' '.join(dim)})"
-            if lacking := [name for name in dim if name not in self._sizes]:
-                sizes = {name: self._sizes[name] for name in dim if name in self._sizes}
-                self._fail(
-                    f"{tensor.label}: {text} of size {size} with {sizes} leaves {lacking} open; give attributes"
-                )
-            if self._product(dim) != size and not (
-                size == 1 and self._stretches(dim[0], tensor)
-            ):
-                self._fail(
-                    f"{tensor.label}: {text} has size {size}, expected {[self._sizes[name] for name in dim]}"
-                )
+            self._check_merged(dim, size, tensor)
+
+    def _check_merged(self, dim: Dim, size: int, tensor: BoundTensor) -> None:
+        """Refuses a merged dim unless its factors are known and make up its size."""
+        text = f"({' '.join(dim)})"
+        sizes = {name: self._sizes[name] for name in dim if name in self._sizes}
+        lacking = [name for name in dim if name not in sizes]
+        if lacking:
+            self._fail(
+                f"{tensor.label}: {text} of size {size} with {sizes} leaves {lacking} open; give attributes"
+            )
+        is_stretched = size == 1 and self._stretches(dim[0], tensor)
+        if self._product(dim) != size and not is_stretched:
+            self._fail(
+                f"{tensor.label}: {text} has size {size}, expected {[self._sizes[name] for name in dim]}"
+            )
 
     def _product(self, dim: Dim) -> int:
         return prod(self._sizes[name] for name in dim if name in self._sizes)

@@ -143,16 +143,13 @@ class OnRegular:
 
     def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         """The operator on these arguments."""
-        inplace = self._called.inplace or kwargs.get("inplace") is True
-        changes = inplace or self._called.name == "setitem"
+        changes = self._changes_first(kwargs)
         if changes:
             refuse_copy(self._called.name, tensors[0])
         given = [self._as_regular(i, tensor) for i, tensor in enumerate(tensors)]
         before = [platform.version_of(tensor._local) for tensor in given]
         if not changes:
-            for tensor, regular in zip(tensors, given, strict=True):
-                if regular is not tensor:
-                    regular._copy_of = self._called.name  # what a view of it would be
+            self._mark_copies(tensors, given)
         following = iter(given)
         args = replaced(args, following)
         kwargs = {name: replaced(value, following) for name, value in kwargs.items()}
@@ -165,6 +162,17 @@ class OnRegular:
                 copied_back(tensor, regular)
             result = tensor if result is regular else result
         return result
+
+    def _changes_first(self, kwargs: Any) -> bool:
+        """Whether the call changes its first operand in place."""
+        is_inplace = self._called.inplace or kwargs.get("inplace") is True
+        return is_inplace or self._called.name == "setitem"
+
+    def _mark_copies(self, tensors: list[DTensor], regular: list[DTensor]) -> None:
+        """Says of each copy in a regular layout that a view of it would not be one of the tensor."""
+        for tensor, copy in zip(tensors, regular, strict=True):
+            if copy is not tensor:
+                copy._copy_of = self._called.name
 
     def _as_regular(self, number: int, tensor: DTensor) -> DTensor:
         if tensor._layout.is_regular:

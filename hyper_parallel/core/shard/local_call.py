@@ -52,25 +52,28 @@ def run_between(
         is_even(t._shape, layout or t._layout)
         for t, layout in zip(tensors, layouts, strict=True)
     )
+    return _wrap_results(name, made, outputs, even)
+
+
+def _wrap_results(
+    name: str, made: Any, layouts: Sequence[Layout | None], even: bool
+) -> Any:
+    """One result or several, distributed in these layouts."""
     several = isinstance(made, (list, tuple))
     found = list(made) if several else [made]
-    if len(outputs) != len(found):
+    if len(layouts) != len(found):
         raise coded(
             ValueError,
             "HP308",
-            f"{name}: expected a layout for each of its {len(found)} results, got {len(outputs)}",
+            f"{name}: expected a layout for each of its {len(found)} results, got {len(layouts)}",
         )
     wrapped = [
         wrap_result(name, value, layout, even)
-        for value, layout in zip(found, outputs, strict=True)
+        for value, layout in zip(found, layouts, strict=True)
     ]
-    return (
-        type(made)(wrapped)
-        if several and type(made) in (list, tuple)
-        else tuple(wrapped)
-        if several
-        else wrapped[0]
-    )
+    if not several:
+        return wrapped[0]
+    return wrapped if type(made) is list else tuple(wrapped)
 
 
 def _used_axes(layouts: Sequence[Any]) -> set[int]:

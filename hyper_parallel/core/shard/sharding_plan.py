@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,24 +57,24 @@ def shard_module(
         for name in _matching("parameter", pattern, parameters):
             _shard_parameter(model, name, device_mesh, placements)
     modules = dict(platform.get_cells_and_names(model))
-    for pattern, wanted in (sharding_plan.input_plan or {}).items():
-        for name in _matching(
-            "module",
-            pattern.removesuffix(".input") if pattern != "input" else "",
-            modules,
-        ):
-            _prepare_inputs(modules[name], device_mesh, wanted)
-    for pattern, wanted in (sharding_plan.output_plan or {}).items():
-        for name in _matching(
-            "module",
-            pattern.removesuffix(".output") if pattern != "output" else "",
-            modules,
-        ):
-            _prepare_outputs(modules[name], device_mesh, wanted)
+    for module, wanted in _match_boundary("input", sharding_plan.input_plan, modules):
+        _prepare_inputs(module, device_mesh, wanted)
+    for module, wanted in _match_boundary("output", sharding_plan.output_plan, modules):
+        _prepare_outputs(module, device_mesh, wanted)
     for pattern in sharding_plan.return_local_tensor or ():
         for name in _matching("module", pattern, modules):
             platform.register_forward_hook(modules[name], _to_local)
     return model
+
+
+def _match_boundary(
+    side: str, plan: Mapping[str, Any] | None, modules: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """(module, placements) for each entry of a plan of inputs or outputs: "mlp.input", or "input" for the model."""
+    for pattern, wanted in (plan or {}).items():
+        path = "" if pattern == side else pattern.removesuffix(f".{side}")
+        for name in _matching("module", path, modules):
+            yield modules[name], wanted
 
 
 def _matching(kind: str, pattern: str, names: Iterable[str]) -> list[str]:

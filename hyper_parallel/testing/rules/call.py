@@ -35,6 +35,10 @@ def in_form_of(structure: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
+def _index_of(tensor: Any, tensors: Sequence[Any]) -> int:
+    return next(i for i, other in enumerate(tensors) if other is tensor)
+
+
 class _CaughtError(Exception):
     """The call was dispatched."""
 
@@ -90,19 +94,21 @@ class CaughtCall:
                 "check_rule: the call runs no operator on its operands",
             )
         self.func, self.args, self.kwargs, self.called = calls[0]
+        given = self._bind()
+        self._match_operands(tensors, flat(given))
+
+    def _bind(self) -> Any:
+        """Binds the operator's rule to the call; returns the rule's operands."""
         if self.called.name not in OPERATORS:
             raise coded(
                 ValueError, "HP603", f"check_rule: {self.called.name} has no rule"
             )
         self.op = OPERATORS[self.called.name]
-        arguments = self.op.arguments(
-            self.called, self.args, platform.canonical_kwargs(self.kwargs)
-        )
-        ruled = (
-            self.op.rule
-            if isinstance(self.op.rule, Rule) or self.op.rule is None
-            else self.op.rule(**arguments)
-        )
+        keywords = get_platform().canonical_kwargs(self.kwargs)
+        arguments = self.op.arguments(self.called, self.args, keywords)
+        ruled: Any = self.op.rule
+        if ruled is not None and not isinstance(ruled, Rule):
+            ruled = ruled(**arguments)
         if ruled is None or callable(ruled):
             raise coded(
                 ValueError,
@@ -110,6 +116,10 @@ class CaughtCall:
                 f"check_rule: {self.called.name} has no rule for these arguments",
             )
         self.bound, given = bind_call(self.op, self.called, arguments, ruled)
+        return given
+
+    def _match_operands(self, tensors: Sequence[Any], of_rule: Sequence[Any]) -> None:
+        """Finds, for each tensor among the arguments, which of our operands and which of the rule's it is."""
         found = list(tensors_in((self.args, self.kwargs)))
         if not all(any(t is one for t in tensors) for one in found):
             raise coded(
@@ -117,13 +127,8 @@ class CaughtCall:
                 "HP603",
                 f"check_rule: {self.called.name} is given a tensor that is not an operand of the call",
             )
-        # For each tensor among the arguments: which of our operands, and which of the rule's.
-        self.ours = [
-            next(i for i, t in enumerate(tensors) if t is one) for one in found
-        ]
-        self.rules = [
-            next(i for i, t in enumerate(flat(given)) if t is one) for one in found
-        ]
+        self.ours = [_index_of(tensor, tensors) for tensor in found]
+        self.rules = [_index_of(tensor, of_rule) for tensor in found]
         if len(set(self.ours)) != len(self.ours):
             raise coded(
                 ValueError, "HP603", "check_rule: the call must use each operand once"

@@ -79,30 +79,32 @@ class Operator:
                     f"{len(args)} positional arguments, expected {', '.join(self.parameters)}"
                 )
             start = names.index(self.rest) if self.rest in names else len(names)
-            more = args[start:]
-            found[self.rest] = (
-                more[0]
-                if len(more) == 1 and isinstance(more[0], (list, tuple))
-                else tuple(more)
-            )
+            found[self.rest] = _pack_rest(args[start:])
         found.update(kwargs)
-        for name in [
-            name
-            for name in found
-            if name not in self.defaults and name not in self.parameters
-        ]:
-            if found[name] is not None:
-                raise Unruled(
-                    f"the argument {name}={found[name]!r} is not known to the rule"
-                )
-            del found[name]
-        return {**self.defaults, **found}
+        return {**self.defaults, **self._drop_unknown(found)}
+
+    def _drop_unknown(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the rule knows; others must be None."""
+        known = {}
+        for name, value in arguments.items():
+            if name in self.defaults or name in self.parameters:
+                known[name] = value
+            elif value is not None:
+                raise Unruled(f"the argument {name}={value!r} is not known to the rule")
+        return known
 
 
 OPERATORS: dict[str, Operator] = {}
 ON_CHANGE: list[
     Callable[[], None]
 ] = []  # called when an operator is put into the table
+
+
+def _pack_rest(values: Sequence[Any]) -> Any:
+    """Several positional arguments as a tuple; a list or tuple that is given alone as it is."""
+    if len(values) == 1 and isinstance(values[0], (list, tuple)):
+        return values[0]
+    return tuple(values)
 
 
 def operator(

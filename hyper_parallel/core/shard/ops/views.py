@@ -75,25 +75,25 @@ def reshaped(old: Shape, new: Shape) -> Ruled:
             right.append(f"o{j}!")
             sizes[f"o{j}"] = new[j]
         else:
-            before, after = _group(old[i:], new[j:])
-            # Of nothing there may be different amounts on both sides; then they have nothing in common.
-            shared = (
-                math.gcd(old[i], new[j])
-                if math.prod(before) == math.prod(after) > 0
-                else 1
-            )
-            sizes[f"f{i}"] = shared
-            left += _grouped(
-                before,
-                shared,
-                f"f{i}",
-                [f"i{i + k}" for k in range(len(before))],
-                sizes,
-            )
-            right += _grouped(
-                after, shared, f"f{i}", [f"o{j + k}" for k in range(len(after))], sizes
-            )
+            more_left, more_right = _match_group(old, i, new, j, sizes)
+            left += more_left
+            right += more_right
     return moved(left, right, **sizes)
+
+
+def _match_group(
+    old: Shape, i: int, new: Shape, j: int, sizes: dict[str, int]
+) -> tuple[list[str], list[str]]:
+    """The factors of the next dims on both sides that hold the same elements; adds their sizes."""
+    before, after = _group(old[i:], new[j:])
+    # Of nothing there may be different amounts on both sides; then they have nothing in common.
+    is_same = math.prod(before) == math.prod(after) > 0
+    shared = math.gcd(old[i], new[j]) if is_same else 1
+    sizes[f"f{i}"] = shared
+    inputs = [f"i{i + k}" for k in range(len(before))]
+    outputs = [f"o{j + k}" for k in range(len(after))]
+    left = _grouped(before, shared, f"f{i}", inputs, sizes)
+    return left, _grouped(after, shared, f"f{i}", outputs, sizes)
 
 
 def _group(old: Shape, new: Shape) -> tuple[Shape, Shape]:
