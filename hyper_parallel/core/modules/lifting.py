@@ -52,6 +52,13 @@ def _join_axes(modules: list[Any], axis_mesh: DeviceMesh, caller: str) -> Device
     if len(meshes) == 1:
         return axis_mesh
     root = axis_mesh.root_mesh
+    names = _find_axes(root, meshes, caller)
+    in_order = [name for name in root.mesh_dim_names or () if name in names]
+    return root[tuple(in_order)]
+
+
+def _find_axes(root: DeviceMesh, meshes: list[DeviceMesh], caller: str) -> set[str]:
+    """The names of the meshes' axes, all of which must be axes of the root."""
     axes = [(mesh, name) for mesh in meshes for name in mesh.mesh_dim_names or ("",)]
     if not all(_is_axis_of(root, mesh, name) for mesh, name in axes):
         raise coded(
@@ -60,9 +67,7 @@ def _join_axes(modules: list[Any], axis_mesh: DeviceMesh, caller: str) -> Device
             f"{caller}: {' and '.join(map(str, meshes))} must be axes of one mesh, cut from it by name as "
             "mesh['dp']",
         )
-    names = {name for _, name in axes}
-    in_order = [name for name in root.mesh_dim_names or () if name in names]
-    return root[tuple(in_order)]
+    return {name for _, name in axes}
 
 
 def _is_axis_of(root: DeviceMesh, mesh: DeviceMesh, name: str) -> bool:

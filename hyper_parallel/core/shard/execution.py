@@ -117,14 +117,18 @@ class Planned:
         self._empty = any(
             layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors)
         )
+        return self._choose_run(any(changes), len(tensors), args, kwargs)
+
+    def _choose_run(self, moves: bool, tensors: int, args: Any, kwargs: Any) -> Run:
+        """``moves``: whether any tensor changes its layout; ``tensors``: how many there are."""
         at = _find_tensors(enumerate(args))
         by_name = _find_tensors(kwargs.items())
-        if len(at) + len(by_name) != len(tensors):  # some are in lists
+        if len(at) + len(by_name) != tensors:  # some are in lists
             return self.run
-        if inplace:
+        if self._inplace:
             return self._inplace_run()
         func = self._find_fast_function(args, kwargs)
-        if func is None or any(changes) or not self._is_simple():
+        if func is None or moves or not self._is_simple():
             return self.run
         only = len(at) == len(args) and not kwargs
         floats = [
@@ -238,13 +242,17 @@ class Planned:
         stays = self._layouts[0] is tensors[0]._layout and not joins_graph
         if stays and result is tensors[0]._local:
             return tensors[0]
-        results = (result,) if self._single else result
+        results = [result] if self._single else list(result)
         if joins_graph:
             results = [_tied(one, shards) for one in results]
+        made = self._wrap_all(results, tensors[0])
+        return made[0] if self._single else type(result)(made)
+
+    def _wrap_all(self, results: list[Any], first: DTensor) -> list[DTensor]:
         made = [self._wrapped(one, i) for i, one in enumerate(results)]
         if self._op.view:
-            self._mark_views(made, tensors[0])
-        return made[0] if self._single else type(result)(made)
+            self._mark_views(made, first)
+        return made
 
     def _call_on(self, shards: list[Any], args: Any, kwargs: Any) -> Any:
         """What the local call gives for these shards in place of the tensors."""
