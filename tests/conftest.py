@@ -45,6 +45,7 @@ LONGEST_FIRST = [  # by the time they take, largest first: what is not here take
     "docs/test_documents.py",
     "distributed/test_programs.py",
     "distributed/test_told_in_time.py",
+    "distributed/test_hosts.py",
     "distributed/test_collective_counts_torch.py",
     "distributed/test_hosts.py",
     "distributed/test_demo.py",
