@@ -1,4 +1,4 @@
-"""A model written for one device, put on a mesh by a plan of a few lines: the same loss, the same gradients."""
+"""A model written for one device, distributed on a mesh by a short plan: the same loss, the same gradients."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def model():
     return nn.Sequential(nn.Linear(16, 30), nn.GELU(), nn.Linear(30, 5))
 
 
-# The first layer's outputs and the second one's inputs are cut along tp, the batch along dp. Sizes need not divide.
+# Shard the outputs of layer 0 and the inputs of layer 2 along tp, and the batch along dp. Sizes need not divide evenly.
 plan = {
     "0": ColwiseParallel(),
     "2": RowwiseParallel(),
