@@ -461,7 +461,7 @@ class Layout:
 
 
 def _device_type() -> str:
-    """The framework's platform, if the process has loaded one; a layout used for planning needs none."""
+    """The framework's device type if the process has loaded a framework; a layout used for planning needs none."""
     is_loaded = "torch" in sys.modules or "mindspore" in sys.modules
     return get_platform().device_type() if is_loaded else "cpu"
 
