@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed checkpoints: saved on one mesh, loaded on any other; whole or not at all; nothing is unpickled."""
+"""Distributed checkpoints: saved on one mesh, loaded on any other; atomic; nothing is unpickled."""
 
 from hyper_parallel.core.distributed_checkpoint.api import (
     async_save,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a save or a load as one: they compare, they tell each other, and an error of one is an error of all."""
+"""Agreement between the ranks of a save or a load: they exchange values, and an error on one raises on all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks that take part: all, or with ``alone`` this one. If ``silent`` they do not talk to each other."""
+    """The participating ranks: all, or with ``alone`` this one. If ``silent`` they do not communicate."""
 
     def __init__(self, *, alone: bool = False, silent: bool = False) -> None:
         platform = get_platform()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save`, `load` and `async_save`: called on all ranks, with the state dict that each of them has.
+"""`save`, `load` and `async_save`: called on all ranks, each with its own state dict.
 
 save({"model": model, "step": 100}, checkpoint_id="runs/a/step-100")
 report = load({"model": model, "step": 0}, checkpoint_id="runs/a/step-100")
@@ -50,10 +50,10 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Writes a checkpoint, which appears whole or not at all, and returns what it holds.
+    """Writes a checkpoint atomically, and returns its metadata.
 
-    ``no_dist`` saves what this process has, without the others. ``use_collectives=False`` does not talk to the others:
-    each writes its part, into a folder that must be new, and the checkpoint is whole when all have.
+    ``no_dist`` saves the state of this process alone. ``use_collectives=False`` does not communicate: each rank writes
+    its part into a folder that must be new, and the checkpoint is complete when all have done so.
     """
     ranks = Ranks(alone=no_dist, silent=not use_collectives)
     return prepare(
@@ -70,10 +70,10 @@ def async_save(
     no_dist: bool = False,
     when_busy: str = "queue",
 ) -> AsyncSaveResponse:
-    """Copies the state to host memory, and writes it while the caller goes on.
+    """Copies the state to host memory, and writes it in the background.
 
-    An earlier save that failed without anyone asking raises here. While one is being written another is queued, with a
-    copy of its own, or, with ``when_busy="refuse"``, a CheckpointError.
+    Raises the error of an earlier save whose result was not requested. While a save is in progress another one is
+    queued, with its own copy, or raises a CheckpointError with ``when_busy="refuse"``.
     """
     if when_busy not in ("queue", "refuse"):
         raise coded(
@@ -106,10 +106,10 @@ def load(
     strict: bool = True,
     dry_run: bool = False,
 ) -> LoadReport:
-    """Fills a state dict in place: tensors in their memory, objects in their containers, and returns what it did.
+    """Fills a state dict in place, tensors in their memory and objects in their containers, and returns a report.
 
-    Names that are missing are an error, and, if ``strict``, names beside those asked for; a part of the checkpoint
-    whose key at the top is not asked for at all is left alone. ``dry_run`` only reports.
+    Missing names raise, and with ``strict`` so do unexpected names; a part of the checkpoint whose top-level key is not
+    requested at all is skipped. ``dry_run`` only reports.
     """
     reader = storage_reader if storage_reader is not None else reader_of(checkpoint_id)
     chosen = planner if planner is not None else StandardLoadPlanner()
@@ -138,7 +138,7 @@ def load(
 
 
 def read_metadata(checkpoint_id: str | os.PathLike[str]) -> Metadata:
-    """What a checkpoint holds, without its data."""
+    """The metadata of a checkpoint, without its data."""
     reader = reader_of(checkpoint_id)
     reader.initialize_reader(checkpoint_id)
     return reader.load_metadata()

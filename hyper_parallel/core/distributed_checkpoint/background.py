@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving beside the training: the caller waits for a copy in host memory, a thread writes it.
+"""Asynchronous saves: the caller waits for a copy in host memory, a thread writes it.
 
 response = async_save(state, checkpoint_id="runs/a/step-100")
-...                                       training goes on, and may change what is being saved
-response.result()                         waits, and raises what went wrong; so does the next save
+...                                       training continues, and may modify the state
+response.result()                         waits, and raises the error of the save; so does the next save
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _HEAD_START = 0.002  # seconds for the caller to go on, who would otherwise wait
 
 @dataclass(frozen=True)
 class AsyncSaveResponse:
-    """A save that is under way; ``future`` is done when the checkpoint is whole, or has failed."""
+    """A save in progress; ``future`` is done when the checkpoint is complete or has failed."""
 
     future: Future[Metadata]
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """What the checkpoint holds, when it is whole; raises what went wrong."""
+        """Waits for the checkpoint and returns its metadata; raises the error of the save."""
         QUEUE.told(self)
         return self.future.result(timeout)
 
     def is_done_within(self, seconds: float | None) -> bool:
-        """Waits so long, or for ever, until it is whole or has failed; whether it is."""
+        """Waits until the save is complete or has failed, at most for the timeout; returns whether it is done."""
         ended, _ = wait([self.future], seconds)
         return bool(ended)
 
     def done(self) -> bool:
-        """Whether it is whole, or has failed."""
+        """Whether the save is complete or has failed."""
         return self.future.done()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of a tensor, and who wrote each: told one by one, or computed from the way the tensor lay on a mesh.
+"""The chunks of a tensor and the ranks that wrote them: listed, or computed from the layout of the tensor.
 
-    grid = ChunkGrid((8, 6), Cut((2, 4), range(8), ((1,), ())))      dim 0 is cut along the axis of 4 ranks
+    grid = ChunkGrid((8, 6), Cut((2, 4), range(8), ((1,), ())))      dim 0 is sharded along the axis of 4 ranks
     len(grid), grid[1], grid.place(1)                                4, rows 2 and 3, rank 1
 
 A grid takes as much memory and time for 65,536 ranks as for 8: nothing in it is listed. Chunks without elements are
@@ -54,7 +54,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
 
 @dataclass(frozen=True, eq=False)
 class ChunkList(Chunks):
-    """Chunks that are told one by one."""
+    """Chunks that are listed."""
 
     chunks: tuple[ChunkStorageMetadata, ...]
     places: tuple[Place, ...]

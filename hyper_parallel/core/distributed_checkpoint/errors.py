@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of a checkpoint that cannot be written, found, trusted or understood: which file, which field, and why."""
+"""The error of a checkpoint that cannot be written, found, verified or parsed: the file, the field, and the reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as a folder: one safetensors file for each rank that writes, and checkpoint.json, which makes it whole.
+"""A checkpoint as a folder: one safetensors file per rank that writes, and checkpoint.json, which completes it.
 
-Data goes to a temporary name, is synced and renamed; when all ranks have done so the coordinator writes the metadata
-the same way. Files have the tag of their save in their names, so a folder can be written over: until the new metadata
-is in place the old is, with all of its files.
+Data is written under a temporary name, synced and renamed; when all ranks have done so the coordinator writes the
+metadata the same way. File names contain the tag of their save, so a folder can be overwritten: until the new metadata
+is in place the old checkpoint remains, with all of its files.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def new_tag() -> str:
 
 
 class FileSystemWriter(StorageWriter):
-    """Writes into a folder that all ranks see."""
+    """Writes into a folder that all ranks can access."""
 
     def __init__(
         self,
@@ -204,9 +204,9 @@ class FileSystemWriter(StorageWriter):
 
 
 def remove_leftovers(folder: Path, tag: str) -> list[str]:
-    """Removes what earlier saves left in a folder, whole ones and broken ones, and returns the names.
+    """Removes the files of earlier saves in a folder, complete or interrupted, and returns their names.
 
-    Only files that this library names so are touched. No save into the folder may be running.
+    Only files that this library created are removed. No save into the folder may be running.
     """
     removed = []
     for path in sorted(folder.iterdir()):
@@ -245,7 +245,7 @@ def bytes_of(tensor: Any) -> Bytes:
 class FileSystemReader(StorageReader):
     """Reads a folder. ``verify=False`` does not compare checksums; ``allow_pickle=True`` unpickles what was pickled.
 
-    With None for ``allow_pickle`` pickles are left as they are, for those who do not look into objects.
+    With None for ``allow_pickle`` pickles are passed through, for callers that do not inspect objects.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills a state dict in place from a checkpoint of any layout, and knows what became of each name."""
+"""Fills a state dict in place from a checkpoint of any layout, and records the outcome for each name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hyper_parallel.platform.error_codes import coded
 
 
 class StandardLoadPlanner(LoadPlanner):
-    """Reads what overlaps this rank's shards. ``allow_partial_load=True`` leaves names alone that are not there."""
+    """Reads what overlaps this rank's shards. ``allow_partial_load=True`` skips missing names."""
 
     def __init__(self, allow_partial_load: bool = False) -> None:
         self.allow_partial_load = allow_partial_load
@@ -95,7 +95,7 @@ class StandardLoadPlanner(LoadPlanner):
         )
 
     def check(self, *, strict: bool) -> None:
-        """A CheckpointError if names are missing, or, when strict, if there are some that nobody asked for."""
+        """Raises a CheckpointError for missing names and, if strict, for unexpected names."""
         report = self.report()
         if report.missing and not self.allow_partial_load:
             near = difflib.get_close_matches(report.missing[0], report.unexpected, 3)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of one run: a folder a step, the newest and the best of them kept, the newest whole one found again.
+"""The checkpoints of one run: one folder per step; keeps the newest and the best, and finds the newest complete one.
 
     checkpoints = CheckpointManager("runs/a", keep_last=3, keep_best=1, metric="loss")
-    checkpoints.load(state)                            the newest, or None: one script starts and goes on
-    checkpoints.save(step, state, {"loss": loss})      and removes what is not to be kept
+    checkpoints.load(state)                            the newest, or None: one script starts and resumes
+    checkpoints.save(step, state, {"loss": loss})      and removes old checkpoints
 
-Every method is called on all ranks: the first rank looks and removes, and tells the others.
+Every method is called on all ranks: the first rank lists and removes, and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OWN_KEY = "checkpoint"  # where the step and the metrics are in a checkpoint
 class CheckpointManager:
     """Saves, finds, loads and removes the checkpoints in a folder.
 
-    Kept are the last ``keep_last`` (all if None) and the ``keep_best`` by ``metric``, the smallest or, with
-    ``mode="max"``, the largest. A step that was just saved is kept too. With ``asynchronous`` a save goes on while
-    training does; it is waited for by the next save, `load`, `clean` and `wait`, which raise what went wrong with it,
-    and which ranks have not written their part after ``timeout`` seconds (None: wait for ever).
-    What has another name than a step's folder, or lies in one without being a checkpoint's file, is never touched.
+    Keeps the last ``keep_last`` (all if None) and the ``keep_best`` by ``metric``, the smallest or, with
+    ``mode="max"``, the largest. The step that was just saved is kept too. With ``asynchronous`` a save runs in the
+    background; the next save, `load`, `clean` and `wait` wait for it, raise its error, and after ``timeout`` seconds
+    (None: no timeout) name the ranks that have not written their part.
+    Other folders, and files in a step's folder that do not belong to a checkpoint, are never touched.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Saves a step and removes what is not to be kept; returns the step's folder.
+        """Saves a step and removes old checkpoints; returns the step's folder.
 
-        Of the metrics, those of the first rank are kept.
+        The metrics of the first rank are stored.
         """
         if _OWN_KEY in state:
             raise coded(
@@ -133,7 +133,7 @@ class CheckpointManager:
         return target
 
     def wait(self) -> None:
-        """Returns when the running save, if there is one, is whole; raises what went wrong with it."""
+        """Waits for the save in progress, if there is one, and raises its error."""
         if self._running is not None:
             (step, response), self._running = self._running, None
             is_done = response.is_done_within(self.timeout)
@@ -149,18 +149,18 @@ class CheckpointManager:
                 )
 
     def clean(self) -> None:
-        """Removes what saves that came to nothing have left; waits for the running one first."""
+        """Removes the remains of failed saves; waits for the save in progress first."""
         self.wait()
         _on_first_rank(self._clean)
 
     # --- finding
 
     def steps(self) -> list[int]:
-        """The steps that there are whole checkpoints of, in order."""
+        """The steps with a complete checkpoint, in order."""
         return _on_first_rank(self._whole)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
+        """The newest complete checkpoint."""
         found = self.steps()
         return self._path(found[-1]) if found else None
 
@@ -171,7 +171,7 @@ class CheckpointManager:
     def load(self, state: dict[str, Any], step: int | None = None) -> Any:
         """Fills the state from a step, or from the newest checkpoint; returns the report, or None if there is none.
 
-        Without a step, checkpoints whose metadata is damaged are told and passed over.
+        Without a step, checkpoints with corrupted metadata are reported and skipped.
         """
         self.wait()
         chosen = _on_first_rank(
@@ -185,7 +185,7 @@ class CheckpointManager:
         return self.folder / f"step-{step:08d}"
 
     def _folders(self) -> dict[int, Path]:
-        """All folders of steps, whole or not, by step."""
+        """All step folders, complete or not, by step."""
         if not self.folder.is_dir():
             return {}
         named = [(_STEP.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -204,7 +204,7 @@ class CheckpointManager:
         return [step for step, path in self._folders().items() if _is_whole(path)]
 
     def _readable(self) -> Path | None:
-        """The newest checkpoint that can be understood."""
+        """The newest checkpoint with readable metadata."""
         steps = self._whole()
         for step in reversed(steps):
             try:
@@ -252,7 +252,7 @@ class CheckpointManager:
         ]  # of equal ones the newer
 
     def _score(self, step: int) -> float | None:
-        """The metric of a checkpoint; None if it has none or it is no number."""
+        """The metric of a checkpoint; None if it has none or is not a number."""
         if step not in self._scores:
             self._scores[step] = None
             with suppress(CheckpointError):
@@ -313,7 +313,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint, its metadata first: half removed, it is not taken for whole. What is not its own stays."""
+    """Removes a checkpoint, its metadata first, so that a partly removed one is never loaded. Other files stay."""
     (path / METADATA_FILE).unlink(missing_ok=True)
     sync_folder(path)
     remove_leftovers(path, tag="")
@@ -322,7 +322,7 @@ def _remove(path: Path) -> None:
 
 
 def _clean(path: Path) -> None:
-    """Removes what does not belong to a whole checkpoint: all of it, temporary files, data of an earlier save."""
+    """Removes what does not belong to a complete checkpoint: all of it, temporary files, data of an earlier save."""
     if not _is_whole(path):
         _remove(path)
         return

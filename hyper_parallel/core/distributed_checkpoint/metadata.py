@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, without its data: for each name a tensor in chunks, or a plain object.
+"""The contents of a checkpoint, without its data: for each name a tensor in chunks, or a plain object.
 
 metadata.state_dict_metadata["model.w"].chunks[3].offsets      where the fourth chunk of w begins
 """
@@ -42,7 +42,7 @@ class ChunkStorageMetadata:
 
 @dataclass(frozen=True)
 class TensorProperties:
-    """What a tensor is apart from its size."""
+    """The properties of a tensor other than its size."""
 
     dtype: Any
     requires_grad: bool = False
@@ -61,7 +61,7 @@ class TensorStorageMetadata:
     )
 
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """The size of the full tensor in bytes."""
         return math.prod(self.size) * ITEM_SIZES[dtype_name(self.properties.dtype)]
 
 
@@ -72,7 +72,7 @@ class BytesStorageMetadata:
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """What a chunk or an object is found by; ``index`` only says where to look first."""
+    """The key of a chunk or an object; ``index`` is only a hint for the lookup."""
 
     fqn: str
     offset: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ Path = tuple[
 
 @dataclass(frozen=True)
 class Metadata:
-    """All of a checkpoint but its data.
+    """All of a checkpoint except its data.
 
     ``planner_data`` maps a name to its path in the nested state dict, where that is not the name alone;
     ``storage_data`` is the storage's own.

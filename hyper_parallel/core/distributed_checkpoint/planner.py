@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes what, and who reads what: the values that a plan is made of and the two protocols of those who make one.
+"""Which rank writes and reads what: the values of a plan and the protocols of the two planners.
 
 A planner decides, a storage moves bytes. `save` and `load` call, on every rank,
 
@@ -8,7 +8,7 @@ A planner decides, a storage moves bytes. `save` and `load` call, on every rank,
     plans, metadata = planner.build_global_plan(all_plans)     (a LoadPlanner returns the plans alone)
     plan = planner.finalize_plan(plans[rank])    what this rank does
 
-and hand the plan to the storage, which asks the planner for the data of each item or for the memory it belongs into.
+and pass the plan to the storage, which asks the planner for the data of each item or for the memory to fill.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class LoadPlan:
 
 
 class SavePlanner(ABC):
-    """Decides what each rank writes, and has the data."""
+    """Decides what each rank writes, and provides the data."""
 
     @abstractmethod
     def configure_planner(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Takes the state dict that is to be saved; ``kwargs`` has ``rank``, ``world_size`` and ``is_coordinator``."""
+        """Receives the state dict to save; ``kwargs`` has ``rank``, ``world_size`` and ``is_coordinator``."""
 
     @abstractmethod
     def build_local_plan(self) -> SavePlan:
@@ -110,7 +110,7 @@ class SavePlanner(ABC):
     def build_global_plan(
         self, all_plans: Sequence[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
-        """What each rank writes, so that every chunk is written, and what the checkpoint then holds."""
+        """What each rank writes, so that every chunk is written, and the metadata of the checkpoint."""
 
     @abstractmethod
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
@@ -122,13 +122,13 @@ class SavePlanner(ABC):
 
 
 class LoadPlanner(ABC):
-    """Decides what each rank reads, and has the memory it belongs into."""
+    """Decides what each rank reads, and provides the memory to fill."""
 
     @abstractmethod
     def configure_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata, **kwargs: Any
     ) -> None:
-        """Takes the state dict that is to be filled and what the checkpoint holds."""
+        """Receives the state dict to fill and the metadata of the checkpoint."""
 
     @abstractmethod
     def build_local_plan(self) -> LoadPlan:

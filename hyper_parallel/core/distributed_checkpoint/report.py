@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Names by what became of them on this rank, and bytes."""
+    """Names by their outcome on this rank, and bytes."""
 
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # asked for, not in the checkpoint
@@ -27,7 +27,7 @@ class LoadReport:
 
     @property
     def read_ratio(self) -> float:
-        """Bytes read for each byte needed."""
+        """The number of bytes read per byte needed."""
         return self.bytes_read / self.bytes if self.bytes else 1.0
 
     def __str__(self) -> str:

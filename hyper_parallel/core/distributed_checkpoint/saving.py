@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a save: look, agree, plan, write, make whole. Every step succeeds on all ranks or fails on all."""
+"""The steps of a save: inspect, agree, plan, write, complete. Every step succeeds on all ranks or fails on all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CheckpointId = str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class Prepared:
-    """A save of which all is known and nothing written."""
+    """A planned save, of which nothing is written yet."""
 
     plan: SavePlan
     planner: SavePlanner
@@ -42,7 +42,7 @@ class Prepared:
     is_alike: bool  # all ranks have the same names in the same layouts, so the coordinator knows all objects
 
     def write(self, ranks: Ranks) -> Metadata:
-        """Writes it, on all ranks; when this returns the checkpoint is whole."""
+        """Writes the checkpoint on all ranks; it is complete when this returns."""
         results = ranks.together(
             lambda: self.writer.execute_write(self.plan, self.planner),
             self.writer.abandon,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planners that `save` and `load` use: any layout to any layout, each rank by itself where the layouts say it all.
+"""The planners that `save` and `load` use: any layout to any layout, planned locally if the layouts suffice.
 
 planner = StandardSavePlanner()
 planner.configure_planner(state_dict, rank=3, world_size=8)
@@ -41,8 +41,8 @@ _MOST_PLANS = 16
 class StandardSavePlanner(SavePlanner):
     """Writes every chunk once, spread by bytes over the ranks that have it.
 
-    ``remove_redundancy=False`` has every rank write all that it has; ``save_to_minimum_rank=True`` has the lowest of
-    the ranks that have a chunk write it. ``allow_pickle=True`` stores objects that JSON cannot hold by pickle.
+    With ``remove_redundancy=False`` every rank writes all of its chunks; with ``save_to_minimum_rank=True`` the lowest
+    rank that has a chunk writes it. ``allow_pickle=True`` pickles objects that JSON cannot represent.
     """
 
     def __init__(

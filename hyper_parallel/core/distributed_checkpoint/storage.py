@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a storage must offer: two protocols, one to write and one to read. It moves bytes and decides nothing."""
+"""What a storage must provide: a protocol to write and one to read. It moves bytes and decides nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
 
 @dataclass(frozen=True)
 class WriteResult:
-    """One item that was written: how many bytes, and what the storage needs to find it again."""
+    """One written item: its size in bytes, and what the storage needs to find it."""
 
     index: MetadataIndex
     size_in_bytes: int
@@ -39,11 +39,11 @@ class StorageWriter(ABC):
 
     @abstractmethod
     def initialize_writer(self, checkpoint_id: Any) -> None:
-        """Says where the next checkpoint goes; None leaves it as it is."""
+        """Sets the location of the next checkpoint; None keeps the current one."""
 
     @abstractmethod
     def configure_writer(self, is_coordinator: bool) -> None:
-        """OpName on every rank before anything is planned; one of them is the coordinator."""
+        """Called on every rank before planning; one of them is the coordinator."""
 
     def optimize_local_plan(self, plan: SavePlan) -> SavePlan:
         """May change what this rank would write."""
@@ -55,31 +55,31 @@ class StorageWriter(ABC):
 
     @abstractmethod
     def execute_write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's items; what it returns goes to the coordinator."""
+        """Writes this rank's items; the coordinator receives the results."""
 
     @abstractmethod
     def finalize_checkpoint(
         self, metadata: Metadata, results: list[list[WriteResult]]
     ) -> Metadata:
-        """On the coordinator, when all have written: makes the checkpoint whole. ``results`` has a list a rank."""
+        """Completes the checkpoint, on the coordinator when all have written. ``results`` has one list per rank."""
 
     def abandon(self) -> None:  # noqa: B027 - a storage need not have anything to remove
-        """On every rank, when some rank failed: removes what was written."""
+        """Removes what was written, on every rank when some rank failed."""
 
 
 class StorageReader(ABC):
-    """Reads one checkpoint after the other."""
+    """Reads checkpoints, one at a time."""
 
     @abstractmethod
     def initialize_reader(self, checkpoint_id: Any) -> None:
-        """Says where the next checkpoint is; None leaves it as it is."""
+        """Sets the location of the next checkpoint; None keeps the current one."""
 
     @abstractmethod
     def load_metadata(self) -> Metadata:
-        """All of the checkpoint but its data."""
+        """The metadata of the checkpoint."""
 
     def configure_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: B027 - nothing to prepare
-        """OpName on every rank before anything is planned."""
+        """Called on every rank before planning."""
 
     def optimize_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """May change what this rank reads."""
@@ -90,11 +90,11 @@ class StorageReader(ABC):
         return plans
 
     def check_plan(self, plan: LoadPlan) -> None:  # noqa: B027 - a storage need not be able to tell
-        """Looks at all that this rank would read; what is wrong is found before any rank fills anything."""
+        """Checks everything that this rank would read, before any rank fills anything."""
 
     def close(self) -> None:  # noqa: B027 - a storage need not hold anything
-        """On every rank, when a load has ended, well or not: lets go of what was opened for it."""
+        """Releases what a load has opened, on every rank when it has succeeded or failed."""
 
     @abstractmethod
     def execute_read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads this rank's items into the memory that the planner has for them."""
+        """Reads this rank's items into the memory that the planner provides."""

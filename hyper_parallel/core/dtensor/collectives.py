@@ -3,13 +3,13 @@
 
     shard = redistribute(shard, layout("dp", "None"), layout("None", "dp"), (8, 8))
 
-A gradient lies as its tensor does, but where a sum is pending every rank has the whole gradient: what every part
-contributes to is the same sum. Along one axis a shard and its gradient are one of these pairs, and the gradient of a
-gradient goes back to the first of the two:
+A gradient has the layout of its tensor, but is replicated where the tensor is Partial: every part contributes to the
+same sum. Along one axis the placements of a tensor and its gradient are one of these pairs, and the gradient of the
+gradient has the first of the two again:
 
     Shard        <-> Shard
-    Replicate    <-> Replicate          every rank computes the same with it
-    Replicate    <-> Partial("sum")     *varied*: ranks compute different things with it
+    Replicate    <-> Replicate          every rank uses it in the same computation
+    Replicate    <-> Partial("sum")     *varied*: ranks use it in different computations
     Partial      <-> Replicate, varied
 
 So a redistribution goes from (layout, varied axes) to (layout, varied axes), its backward from the dual of the target
@@ -50,7 +50,7 @@ def redistribute(
     from rank to rank. A gather is then a reduce-scatter in backward, and a shard that stays is an all-reduce.
     ``varied``: axes on which the source is Replicate and its gradient is to be handed back in parts.
     ``value``: the result, where it is known from before; nothing is communicated then, except in backward.
-    ``implicit``: nobody asked for it by name; the ledger tells.
+    ``implicit``: no call requested it by name; the ledger records this.
     """
     ndim, platform = len(shape), get_platform()
     source, target = source.bind(ndim), target.bind(ndim)
@@ -135,7 +135,7 @@ def _backward_way(way: _Way) -> tuple[_Way, float, bool]:
 
 @functools.lru_cache(maxsize=4096)
 def _dual(layout: Layout, varied: tuple[int, ...]) -> tuple[Layout, tuple[int, ...]]:
-    """How the gradient of such a tensor lies, and its varied axes."""
+    """The layout of the gradient of such a tensor, and its varied axes."""
     found = gradient_layout(layout)
     for axis in varied:
         found = _with(found, axis, Partial())
@@ -183,7 +183,7 @@ def is_implicit() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a tensor of this layout lies."""
+    """The layout of the gradient of a tensor of this layout."""
     return layout.reset_partial()
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in a grid with named axes.
+"""A grid of ranks with named axes.
 
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     group = mesh.get_group("tp")        # the ranks that differ from this one only along tp
-    rows = mesh["dp"]                   # this rank's line along dp, a mesh of its own
+    rows = mesh["dp"]                   # the ranks along dp through this one, as a mesh
 
-A mesh is a value: nothing is sent before a group is asked for, and groups are made once for each set of ranks.
+A mesh is a value: nothing is communicated before a group is requested, and each set of ranks has one group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _current = threading.local()
 
 
 class DeviceMesh:
-    """``mesh``: global ranks as a tensor, array or nested sequence, one dimension an axis."""
+    """``mesh``: global ranks as a tensor, array or nested sequence, one dimension per axis."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class DeviceMesh:
 
     @property
     def root_mesh(self) -> DeviceMesh:
-        """The mesh that this one was cut from; itself if it was not."""
+        """The mesh that this one was sliced from, or itself."""
         return self._root if self._root is not None else self
 
     def size(self, mesh_dim: int | str | None = None) -> int:
@@ -135,18 +135,18 @@ class DeviceMesh:
         return self.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This rank's place along each axis; None if it is not in the mesh."""
+        """This rank's coordinate along each axis; None if it is not in the mesh."""
         return self.coordinate_of(self.rank)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """A rank's place along each axis; None if it is not in the mesh."""
+        """A rank's coordinate along each axis; None if it is not in the mesh."""
         if rank not in self._coordinates:
             found = np.argwhere(self._ranks == rank)
             self._coordinates[rank] = tuple(found[0].tolist()) if len(found) else None
         return self._coordinates[rank]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's place along an axis; on a mesh of one axis that one."""
+        """This rank's coordinate along an axis; the only axis by default."""
         axis = (
             self._axis(mesh_dim)
             if mesh_dim is not None
@@ -169,7 +169,7 @@ class DeviceMesh:
     # --- its groups
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The group of the ranks that differ from this one only along an axis; made when first asked for."""
+        """The group of the ranks that differ from this one only along an axis; created on first use."""
         axis = (
             self._axis(mesh_dim)
             if mesh_dim is not None
@@ -233,7 +233,7 @@ class DeviceMesh:
     # --- meshes from meshes
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The axes of these names through this rank, as a mesh of its own."""
+        """The axes of these names through this rank, as a mesh."""
         if self._names is None:
             raise coded(
                 RuntimeError,
@@ -272,7 +272,7 @@ class DeviceMesh:
         return self._derive(self._ranks[index], names)
 
     def _with_flattened(self, wanted: tuple[str, ...]) -> DeviceMesh:
-        """Axes of which some were flattened from several: each name is an axis, through this rank."""
+        """The mesh of these axes through this rank, some of which are flattened ones."""
         root = self.root_mesh
         ranks = root._ranks
         spans: list[tuple[int, ...]] = [root._axes_of(name) for name in wanted]
@@ -328,7 +328,7 @@ class DeviceMesh:
     def unflatten(
         self, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The mesh with one axis cut into several, the first of them the outer one."""
+        """The mesh with one axis split into several, the first of them outermost."""
         axis = self._axis(dim)
         if math.prod(sizes) != self.mesh_shape[axis]:
             have = self.mesh_shape[axis]
@@ -353,7 +353,7 @@ class DeviceMesh:
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-        """One mesh of all axes of several, which were cut from one mesh through the same rank."""
+        """One mesh of all axes of several meshes, which were sliced from one mesh through the same rank."""
         roots = {id(mesh.root_mesh): mesh.root_mesh for mesh in meshes}
         if len(roots) != 1:
             raise coded(
@@ -373,7 +373,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh whose groups the user has made: one group for one axis, or a list, one an axis, with ``mesh``."""
+        """A mesh with existing groups: one group for one axis, or a list with one group per axis and ``mesh``."""
         platform = get_platform()
         groups = list(group) if isinstance(group, (list, tuple)) else [group]
         if mesh is None:
@@ -453,7 +453,7 @@ class DeviceMesh:
         return 0
 
     def own_coordinate(self, call: str) -> tuple[int, ...]:
-        """This rank's place along each axis; an error that names ``call`` if it is not in the mesh."""
+        """This rank's coordinate along each axis; raises an error that names ``call`` if it is not in the mesh."""
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise coded(
@@ -471,10 +471,10 @@ def init_device_mesh(
     init_backend: bool = True,
     backend_override: dict[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """The mesh of that shape over ``rank_list``, or over the block of consecutive ranks that holds this one.
+    """The mesh of that shape over ``rank_list``, or over the block of consecutive ranks that contains this one.
 
-    The same arguments return the same object. ``init_backend`` joins the job if that has not been done.
-    ``backend_override``, by axis, may name the backend of the job only: groups are shared by all meshes.
+    The same arguments return the same object. ``init_backend`` joins the job if necessary.
+    ``backend_override``, by axis, may only name the backend of the job: all meshes share the groups.
     """
     if backend_override:
         _check_backends(backend_override)
@@ -548,7 +548,7 @@ def _block(count: int, init_backend: bool, device_type: str) -> tuple[int, ...]:
 
 
 def _check_backends(override: dict[int | str, Any]) -> None:
-    """An error where an axis is to have another backend than the job: its groups would serve other meshes as well."""
+    """Raises if an axis requests another backend than the job's: all meshes share its groups."""
     platform = get_platform()
     platform.init_process_group()
     own = platform.get_backend()

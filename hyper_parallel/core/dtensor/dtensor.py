@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A distributed tensor: this rank's shard, the layout, and the shape of the whole.
+"""A distributed tensor: this rank's shard, the layout, and the global shape.
 
     w = distribute_tensor(weight, mesh, [Shard(0)])     every rank keeps its rows
-    y = w.redistribute(mesh, [Replicate()])             and gathers the others'
+    y = w.redistribute(mesh, [Replicate()])             and gathers all others
 
-``shape``, ``size`` and ``numel`` are those of the whole, ``local_shape`` and ``to_local()`` this rank's. Autograd sees
-the shards, so gradients flow through all of it.
+``shape``, ``size`` and ``numel`` are global, ``local_shape`` and ``to_local()`` are this rank's. Autograd records the
+shards, so gradients flow through every operator.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ platform = get_platform()
 
 
 class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
-    """A tensor of the framework that lies on a mesh."""
+    """A tensor of the framework, distributed on a mesh."""
 
     @staticmethod
     def from_local(
@@ -64,14 +64,14 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         stride: Sequence[int] | None = None,
         grad_placements: Any = None,
     ) -> DTensor:
-        """The distributed tensor whose shard on this rank is ``local_tensor``; Replicate where no placements are given.
+        """The distributed tensor whose shard on this rank is ``local_tensor``; Replicate by default.
 
-        Without ``shape`` every rank is taken to have a shard of this one's shape; uneven shards need it. Nothing is
-        communicated, so that ranks whose shards differ are told at a later collective, if those are compared (the first
-        100 of each group are). ``run_check`` compares shapes and dtypes over the ranks at once, and the values where
-        they are copies, and names those that differ.
-        ``stride`` must be that of the whole with its dims in memory in the order of the shard's. ``grad_placements``:
-        how the gradient of ``local_tensor`` lies; by default as the tensor, and Replicate where it is Partial.
+        Without ``shape`` every rank is assumed to have a shard of this shape; uneven shards need it. Nothing is
+        communicated, so shards that differ raise at a later collective, if it is compared (the first 100 of each group
+        are). ``run_check`` compares shapes and dtypes between the ranks immediately, and the values of replicas, and
+        names the ranks that differ.
+        ``stride`` must be the global stride with the dims in the memory order of the shard. ``grad_placements``: the
+        placements of the gradient of ``local_tensor``; by default those of the tensor, Replicate where it is Partial.
         """
         _check_dense("from_local", local_tensor)
         layout = layout_of(device_mesh, placements, len(local_tensor.shape))
@@ -107,7 +107,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     @staticmethod
     def of_plain(local: Any, layout: Layout, shape: Any) -> DTensor:
-        """``from_local`` for those who know that the shard fits."""
+        """``from_local`` without checks of the shard."""
         made = DTensor(local, layout, shape)
         spec_of(made)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
@@ -119,7 +119,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     def _on_every_rank(
         cls, local: Any, device_type: str, ranks: Any, names: Any
     ) -> DTensor:
-        """A tensor of which every rank of a mesh has all, from plain values, as a file has them."""
+        """A replicated tensor from plain values, as stored in a file."""
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names)
         return cls(
             local,
@@ -129,22 +129,22 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that the tensor lies on."""
+        """The mesh of the tensor."""
         mesh: DeviceMesh = self._layout.mesh
         return mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How it lies on each axis."""
+        """One placement per mesh axis."""
         placements: tuple[Placement, ...] = self._layout.placements
         return placements
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape of the whole, or its size along a dim."""
+        """The global shape, or the size along a dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """The number of elements of the whole."""
+        """The global number of elements."""
         return math.prod(self.shape)
 
     def redistribute(
@@ -156,11 +156,11 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         forward_dtype: Any = None,
         backward_dtype: Any = None,
     ) -> DTensor:
-        """The same tensor in another layout on the same mesh; Replicate where none is given.
+        """The same tensor in another layout on the same mesh; Replicate by default.
 
-        ``forward_dtype``: cast to it before anything is communicated, and left so. ``backward_dtype``: the gradient is
-        communicated in it, by default in the dtype of the tensor, and cast back. ``async_op``: returns when the
-        communication has started, with an object whose ``wait()`` gives the tensor.
+        ``forward_dtype``: the tensor is cast to it before communication, and keeps it. ``backward_dtype``: the gradient
+        is communicated in it, by default in the dtype of the tensor, and cast back. ``async_op``: returns once the
+        communication has started, with an object whose ``wait()`` returns the tensor.
         """
         self.current()
         mesh = device_mesh or self.device_mesh
@@ -192,7 +192,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return self._redistribute_to(target)
 
     def _redistribute_to(self, target: Layout, value: Any = None) -> DTensor:
-        """``value``: this rank's shard in the target layout, if it has been communicated already."""
+        """``value``: this rank's shard in the target layout, if it is already known."""
         if target is self._layout:
             return self
         local = (
@@ -213,15 +213,15 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return made
 
     def reduce_partial(self) -> DTensor:
-        """The same tensor without pending reductions."""
+        """The same tensor with every Partial axis reduced."""
         return self.redistribute(None, self._layout.reset_partial())
 
     def follow_base(self) -> None:
-        """Takes over what has changed in the tensor that this one is a copy of."""
+        """Updates a copied view after its base has changed."""
         follow_base(self)
 
     def detached_copy(self) -> DTensor:
-        """The tensor outside the graph, where it had to be a copy of another: it follows that one as well."""
+        """The detached tensor; a copied view still follows its base."""
         made = DTensor(self.to_local().detach(), self._layout, self._shape)
         remember_base(made, self, self._copy_of or "detach", self.detach, is_view=True)
         return made
@@ -245,10 +245,10 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         )
 
     def to_local(self, *, grad_placements: Any = None) -> Any:
-        """The data on this rank as a plain tensor, which shares its memory where the framework allows.
+        """The shard on this rank as a plain tensor, which shares its memory if the framework allows.
 
-        ``grad_placements``: how the gradient of that plain tensor will lie; by default as the tensor, and Replicate
-        where it is Partial. Partial() says that ranks compute different things with their copies.
+        ``grad_placements``: the placements of the gradient of that plain tensor; by default those of the tensor, and
+        Replicate where it is Partial. Use Partial() if ranks use their replicas in different computations.
         """
         if grad_placements is None:
             return super().to_local()
@@ -258,9 +258,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return own_local_for(self.current(), self._layout, parts)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Any:
-        """The whole as a plain tensor, on every rank: the shard itself where each has all of it, else one's own.
+        """The full tensor as a plain tensor on every rank: the shard itself if it is replicated, else a new tensor.
 
-        ``grad_placements``: how the gradient of that plain tensor will lie, Replicate or Partial on each axis.
+        ``grad_placements``: the placements of the gradient of that plain tensor, Replicate or Partial on each axis.
         """
         target = layout_of(self.device_mesh, None, len(self._shape))
         parts: tuple[int, ...] = ()
@@ -271,7 +271,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         return own_local_for(self.current(), target, parts)
 
     def to(self, *args: Any, **kwargs: Any) -> DTensor:
-        """The tensor with another dtype or device, as the framework's ``to``."""
+        """The tensor with another dtype or device, like the framework's ``to``."""
         moved: DTensor = DTensor.dispatch(
             platform.operator("to"), (self, *args), kwargs
         )
@@ -298,7 +298,7 @@ def _check_dense(name: str, tensor: Any) -> None:
 
 
 def layout_of(device_mesh: DeviceMesh | None, placements: Any, ndim: int) -> Layout:
-    """The layout that a mesh and placements, in either form, say for tensors of ``ndim`` dims; Replicate for None."""
+    """The layout of a mesh and placements, in either form, for tensors of ``ndim`` dims; None means Replicate."""
     if isinstance(placements, Layout):
         return placements.bind(ndim)
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
@@ -340,10 +340,10 @@ def _layout_of(mesh: Any, placements: Any, ndim: int) -> Layout:
 def axes_of_partial_gradient(
     call: str, layout: Layout, grad_placements: Any, ndim: int
 ) -> tuple[int, ...]:
-    """The axes along which ``grad_placements`` say that the gradient of a plain tensor of this layout is in parts.
+    """The axes along which ``grad_placements`` make the gradient of a plain tensor of this layout Partial.
 
-    On the other axes it must lie as gradients do by themselves: what else they could say does not fit the shape of the
-    shard, or has no single meaning.
+    On all other axes the gradient must have its default placement: any other does not match the shape of the shard, or
+    is ambiguous.
     """
     usual = gradient_layout(layout.bind(ndim))
     wanted = layout_of(layout.mesh, grad_placements, ndim)
@@ -393,9 +393,9 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = None,
 ) -> DTensor:
-    """Cuts a tensor that every rank has; with ``src_data_rank``, a rank in the mesh, that rank's is sent to all first.
+    """Shards a tensor that every rank has; ``src_data_rank``, a rank in the mesh, broadcasts its data first.
 
-    Without placements every rank keeps all of it. The shard is a leaf with memory of its own, which gets a gradient if
+    Without placements the tensor is replicated. The shard is a leaf with its own memory, which requires a gradient if
     the tensor does; it is channels_last if the tensor is.
     """
     if isinstance(tensor, DTensor):
@@ -446,11 +446,11 @@ def distribute_module(
     input_fn: Any = None,
     output_fn: Any = None,
 ) -> Any:
-    """Puts a module's parameters and buffers on a mesh and returns the module.
+    """Distributes a module's parameters and buffers on a mesh and returns the module.
 
-    ``partition_fn(name, submodule, mesh)`` is called for every submodule and may distribute what it has; the rest
-    becomes Replicate. ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` see what goes in and
-    out, and may return something else.
+    ``partition_fn(name, submodule, mesh)`` is called for every submodule and may distribute its tensors; the rest
+    becomes Replicate. ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` receive the inputs
+    and outputs, and may return replacements.
     """
     if getattr(module, "_is_distributed", False):
         raise coded(
@@ -480,9 +480,9 @@ def distribute_module(
 def replicate_rest(
     module: Any, mesh: DeviceMesh, src_data_rank: int | None = None
 ) -> None:
-    """Puts what a module and those in it have, and what does not lie on a mesh yet, on every rank of one.
+    """Replicates on a mesh all tensors of a module and its submodules that are not distributed yet.
 
-    ``src_data_rank``: the place in the mesh of the rank whose data all others get; None where each has its own.
+    ``src_data_rank``: the index in the mesh of the rank that broadcasts its data; None if each rank keeps its own.
     """
     done: dict[int, tuple[Any, Any]] = {}  # a tensor that two modules share stays one
     for _, submodule in platform.get_cells_and_names(module):
@@ -529,7 +529,7 @@ def _with_module(argument: str, function: Any) -> Any:
 
 
 def _sizes_in_a_row(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Lets the sizes be several arguments: ``zeros(2, 3, device_mesh=mesh)`` is ``zeros((2, 3), mesh)``."""
+    """Accepts sizes as separate arguments: ``zeros(2, 3, device_mesh=mesh)`` is ``zeros((2, 3), mesh)``."""
 
     @functools.wraps(make)
     def call(*args: Any, **options: Any) -> DTensor:
@@ -588,7 +588,7 @@ def empty(
     requires_grad: bool = False,
     layout: Any = None,
 ) -> DTensor:
-    """A distributed tensor whose elements are not set."""
+    """An uninitialized distributed tensor."""
     asked = _asked("empty", size, device_mesh, placements, layout)
     local = platform.empty(asked.local_shape, dtype=dtype, device=device)
     return asked.tensor(local, requires_grad)
@@ -605,7 +605,7 @@ def full(
     requires_grad: bool = False,
     layout: Any = None,
 ) -> DTensor:
-    """A distributed tensor of one value."""
+    """A distributed tensor filled with one value."""
     asked = _asked("full", size, device_mesh, placements, layout)
     return _filled(asked, fill_value, dtype, device, requires_grad)
 
@@ -621,7 +621,7 @@ def rand(
     requires_grad: bool = False,
     layout: Any = None,
 ) -> DTensor:
-    """Uniform numbers: those that one device would draw, on any mesh."""
+    """Uniform random numbers, equal to those of one device on any mesh."""
     asked = _asked("rand", size, device_mesh, placements, layout)
     return _drawn(asked, platform.rand, dtype, device, requires_grad)
 
@@ -637,13 +637,13 @@ def randn(
     requires_grad: bool = False,
     layout: Any = None,
 ) -> DTensor:
-    """Normal numbers: those that one device would draw, on any mesh."""
+    """Normal random numbers, equal to those of one device on any mesh."""
     asked = _asked("randn", size, device_mesh, placements, layout)
     return _drawn(asked, platform.randn, dtype, device, requires_grad)
 
 
 class _Asked(NamedTuple):
-    """The tensor that a factory is to make."""
+    """Creates the tensor of a factory."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -701,7 +701,7 @@ def _drawn(
 
 
 def _check_ranks(local: Any, layout: Layout, shape: Sequence[int]) -> None:
-    """A ValueError on every rank that names the ranks whose shards do not fit together."""
+    """Raises a ValueError on every rank that names the ranks whose shards do not match."""
     facts = {"shape": tuple(shape), "dtype": str(local.dtype), "values": _digest(local)}
     group = platform.create_group(layout.rank_list)
     everyone: list[Any] = [None] * math.prod(layout.mesh_shape)

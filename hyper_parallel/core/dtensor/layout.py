@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tensor lies on a mesh: one placement an axis, or, from the tensor's side, the axes that cut each dim.
+"""How a tensor is placed on a mesh: one placement per axis or, from the tensor's side, the axes that shard each dim.
 
     layout = Layout((2, 4), ("dp", "tp"))
-    layout("dp", "None")                     dim 0 is cut along dp
-    layout(("dp", "tp"), "None")             dim 0 is cut along dp, each piece along tp
+    layout("dp", "None")                     dim 0 is sharded along dp
+    layout(("dp", "tp"), "None")             dim 0 is sharded along dp, each piece along tp
     layout([Shard(0), Replicate()])          the same as the first, from the mesh's side
 
-Layouts are values, and equal ones are one object: comparing and hashing them costs nothing. What changes one returns
-another. A layout that is given by placements does not know how many dims a tensor has until ``bind(ndim)``.
+Layouts are values, and equal layouts are the same object: comparing and hashing them is free. Methods that change a
+layout return another one. A layout given by placements has no number of dims until ``bind(ndim)``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _known: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
 class Layout:
-    """A mesh with placements; without them it is what others are made from by calling it."""
+    """A mesh with placements; a layout without placements is called to create others."""
 
     __slots__ = (
         "__weakref__",
@@ -89,7 +89,7 @@ class Layout:
         return _interned(mesh, (), None)
 
     def __call__(self, *specification: Any) -> Layout:
-        """The layout with these placements: one alias a dim, or one list of placements."""
+        """The layout with these placements: one alias per dim, or one list of placements."""
         if len(specification) == 1 and _is_placements(specification[0]):
             return _interned(
                 self.mesh, _checked_placements(self.mesh, specification[0]), None
@@ -97,7 +97,7 @@ class Layout:
         return self._from_aliases(specification)
 
     def bind(self, ndim: int) -> Layout:
-        """The layout for tensors of ``ndim`` dims: negative dims are resolved, dims out of range are a ValueError."""
+        """The layout for tensors of ``ndim`` dims; resolves negative dims, raises ValueError for dims out of range."""
         if self.ndim == ndim:
             return self
         if self.ndim is not None:
@@ -113,7 +113,7 @@ class Layout:
         )
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The layout on the same mesh, for as many dims, with other placements."""
+        """The layout on the same mesh, for the same number of dims, with other placements."""
         made = _interned(self.mesh, _checked_placements(self.mesh, placements), None)
         return made if self.ndim is None else made.bind(self.ndim)
 
@@ -136,22 +136,22 @@ class Layout:
 
     @property
     def partial(self) -> list[str | None]:
-        """For each axis the reduction that is pending on it, or None."""
+        """For each axis its Partial reduction, or None."""
         return [
             p.reduce_op if isinstance(p, Partial) else None
             for p in self._placed("partial")
         ]
 
     def is_partial(self) -> bool:
-        """Whether a reduction is pending on any axis."""
+        """Whether any axis is Partial."""
         return any(op is not None for op in self.partial) if self.placements else False
 
     def get_partial_by_dev_id(self, axis: int | str) -> str | None:
-        """The reduction that is pending on an axis, or None."""
+        """The Partial reduction of an axis, or None."""
         return self.partial[self._axis(axis)]
 
     def set_partial_by_dev_axis(self, axis: int | str, op: str) -> Layout:
-        """The layout with a reduction pending on an axis that does not cut the tensor."""
+        """The layout with Partial on an axis that does not shard the tensor."""
         index = self._axis(axis)
         placements = list(self._placed("set_partial_by_dev_axis"))
         if placements[index].is_shard():
@@ -164,7 +164,7 @@ class Layout:
         return self.with_placements(placements)
 
     def reset_partial(self) -> Layout:
-        """The layout with Replicate where a reduction is pending."""
+        """The layout with Replicate on every Partial axis."""
         placements = self._placed("reset_partial")
         if not any(isinstance(p, Partial) for p in placements):
             return self
@@ -176,7 +176,7 @@ class Layout:
 
     @property
     def dim_axes(self) -> tuple[tuple[int, ...], ...]:
-        """For each dim the axes that cut it, the outermost first."""
+        """For each dim the axes that shard it, outermost first."""
         if self._dim_axes is None:
             raise coded(
                 ValueError,
@@ -187,7 +187,7 @@ class Layout:
 
     @property
     def alias_placements(self) -> tuple[str | tuple[str, ...], ...]:
-        """For each dim the names of the axes that cut it, as one calls a layout."""
+        """For each dim the names of the axes that shard it, in the alias form."""
         return tuple(
             _one_or_many([self.alias_name[a] for a in axes], NONE)
             for axes in self.dim_axes
@@ -195,7 +195,7 @@ class Layout:
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """For each dim -1, or the axis that cuts it counted from the right, or a tuple of them."""
+        """For each dim -1, or the axis that shards it counted from the right, or a tuple of them."""
         last = self.mesh.ndim - 1
         return tuple(
             _one_or_many([last - a for a in axes], -1) for axes in self.dim_axes
@@ -206,26 +206,26 @@ class Layout:
         return self.bind(ndim).tensor_map
 
     def tensor_map_to_placement(self) -> tuple[Placement, ...]:
-        """The placements that the tensor map says, pending reductions included."""
+        """The placements of the tensor map, including Partial."""
         return self.placements
 
     def get_dim_split_num(self, dim: int) -> int:
-        """Into how many pieces a dim is cut."""
+        """The number of pieces into which a dim is sharded."""
         return math.prod(self.mesh_shape[axis] for axis in self.dim_axes[dim])
 
     def get_split_id(self, dim: int) -> int:
-        """Which of the pieces of a dim this rank has."""
+        """The index of this rank's piece of a dim."""
         coordinate, piece = self._coordinate(None), 0
         for axis in self.dim_axes[dim]:
             piece = piece * self.mesh_shape[axis] + coordinate[axis]
         return piece
 
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole if every rank has a shard of this shape; a tensor of uneven shards has another."""
+        """The global shape if every rank has a shard of this shape; not valid for uneven shards."""
         return _global_shape(self.bind(len(local_shape)), tuple(local_shape))
 
     def repeat_num(self) -> int:
-        """How many ranks have the same data."""
+        """The number of ranks that have the same data."""
         placed = zip(self.mesh_shape, self._placed("repeat_num"), strict=True)
         return math.prod(size for size, placement in placed if placement.is_replicate())
 
@@ -305,7 +305,7 @@ class Layout:
         return tuple(span for (span,) in spans_of)
 
     def part_of(self, whole: Any) -> Any:
-        """What this rank has of a plain tensor that is whole; mostly a view of it."""
+        """This rank's shard of a full plain tensor; usually a view of it."""
         for dim, spans in enumerate(self.spans_of(tuple(whole.shape))):
             before = (slice(None),) * dim
             parts = [
@@ -317,7 +317,7 @@ class Layout:
     def local_shape(
         self, shape: Sequence[int], coordinate: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """The shape of the shard at a place of the mesh, this rank's if none is given."""
+        """The shape of the shard at a coordinate of the mesh, by default this rank's."""
         if not any(self.bind(len(shape)).dim_axes):
             return tuple(shape)
         return self.region_of(shape, coordinate).shape
@@ -331,7 +331,7 @@ class Layout:
         return tuple(largest)
 
     def sizes_along(self, axis: int, shape: Sequence[int]) -> list[int]:
-        """How much each rank along the axis of an irregular placement holds of its dim."""
+        """The size of the dim that each rank holds along the axis of an irregular placement."""
         placement = self.irregular[axis]
         ranks, size = self.mesh_shape[axis], shape[placement.dim]
         spans_of = [placement.spans(size, ranks, index) for index in range(ranks)]
@@ -346,7 +346,7 @@ class Layout:
         return any(0 in bound.sizes_along(axis, shape) for axis in bound.irregular)
 
     def local_slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """What this rank has of a tensor of that shape."""
+        """This rank's part of a tensor of that shape."""
         return tuple(
             slice(offset, offset + size) for offset, size in self.shard_of(shape)
         )
@@ -370,7 +370,7 @@ class Layout:
     # --- as text and data
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in plain values."""
+        """The layout as plain values."""
         return {
             "mesh_shape": list(self.mesh_shape),
             "alias_name": list(self.alias_name),
@@ -381,7 +381,7 @@ class Layout:
         }
 
     def to_string(self) -> str:
-        """One line for people."""
+        """A readable summary in one line."""
         axes = ", ".join(
             f"{name}={size}"
             for name, size in zip(self.alias_name, self.mesh_shape, strict=True)
@@ -461,7 +461,7 @@ class Layout:
 
 
 def _device_type() -> str:
-    """That of the framework, if the process has loaded one; a layout to plan with needs none."""
+    """The framework's device type if the process has loaded a framework; a layout used for planning needs none."""
     is_loaded = "torch" in sys.modules or "mindspore" in sys.modules
     return get_platform().device_type() if is_loaded else "cpu"
 
@@ -519,7 +519,7 @@ def _new_layout(
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Groups have their ranks in ascending order, and the pieces of a tensor lie in that order along an axis."""
+    """Groups have their ranks in ascending order, and the pieces of a tensor follow that order along an axis."""
     axis = mesh.descending_axis
     if axis is not None:
         raise coded(
@@ -578,10 +578,10 @@ def _resolved(layout: Layout, axis: int, ndim: int) -> Placement:
 
 
 def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each dim the axes that cut it, outermost first.
+    """For each dim the axes that shard it, outermost first.
 
-    Without StridedShard that is the order of the mesh. A split factor says how many pieces the later axes that come
-    before this one have made; going from the last axis to the first, it tells where this one belongs.
+    Without StridedShard that is the order of the mesh. A split factor is the number of pieces made by the later axes
+    that come before this one; from the last axis to the first, it determines the position of this one.
     """
     found: list[tuple[int, ...]] = []
     for dim in range(layout.ndim or 0):
@@ -621,7 +621,7 @@ def _position(layout: Layout, axis: int, placement: Placement, order: list[int])
 def _shards(
     dim: int, axes: Sequence[int], mesh_shape: Sequence[int]
 ) -> list[tuple[int, Shard]]:
-    """(axis, placement) for a dim that is cut by these axes, outermost first."""
+    """(axis, placement) for a dim that is sharded by these axes, outermost first."""
     made: list[tuple[int, Shard]] = []
     for place, axis in enumerate(axes):
         factor = math.prod(mesh_shape[other] for other in axes[:place] if other > axis)
@@ -634,7 +634,7 @@ def placements_of(
     partial: Sequence[str | None],
     mesh_shape: Sequence[int],
 ) -> tuple[Placement, ...]:
-    """The placements of a tensor whose dims are cut by these axes, with these reductions pending."""
+    """The placements of a tensor whose dims are sharded by these axes, Partial by these reductions."""
     placed: list[Placement] = [
         Replicate() if op is None else Partial(op) for op in partial
     ]

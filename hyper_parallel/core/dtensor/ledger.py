@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was communicated: every collective with its ranks, bytes, direction, cause and the user's line.
+"""A record of every collective with its ranks, bytes, direction, cause and the user's line.
 
 with CommunicationLedger(mesh) as ledger:
     loss = model(x)
@@ -45,11 +45,11 @@ class Entry:
 
 
 class CommunicationLedger:
-    """Records this rank's collectives while it is entered; ``mesh`` gives their ranks a name.
+    """Records this rank's collectives while the context is active; ``mesh`` gives their ranks a name.
 
-    ``model``: its modules are the causes of what is communicated in their forward, with what styles do to their inputs
-    and outputs. In backward no module runs.
-    ``decisions``: keep what is decided for every operator, once per layouts and shapes of its operands.
+    ``model``: attributes forward collectives to its modules, including those that styles run on their inputs and
+    outputs. In backward no module runs.
+    ``decisions``: keeps what is decided for every operator, once per layouts and shapes of its operands.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CommunicationLedger:
     def counts(
         self, *, backward: bool | None = None, implicit: bool | None = None
     ) -> dict[str, int]:
-        """How often each collective ran: in forward, in backward or both; asked for, implicit or both."""
+        """The number of calls of each collective: in forward, in backward or both; explicit, implicit or both."""
         wanted = (
             e
             for e in self.entries
@@ -96,7 +96,7 @@ class CommunicationLedger:
         return dict(Counter(entry.collective for entry in wanted))
 
     def counts_by_module(self) -> dict[str, dict[str, int]]:
-        """How often each collective ran in the forward of each module, those within it not counted."""
+        """The number of calls of each collective in the forward of each module, without its submodules."""
         found: dict[str, Counter[str]] = {}
         for entry in self.entries:
             if not entry.backward:
@@ -110,7 +110,7 @@ class CommunicationLedger:
         )
 
     def table(self) -> str:
-        """All of it for people."""
+        """A readable table of all entries."""
         lines = [
             f"{'collective':<42}{'axis':<12}{'bytes':>12}  {'pass':<9} {'cause':<9}line"
         ]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How operators treat what they were not told: contexts that allow, refuse or skip, each for its own thread.
+"""Contexts that change how operators treat implicit redistribution, missing rules and plain tensors, per thread.
 
-with explicit():                  a redistribution that nobody asked for is an error
-with strict():                    an operator without a rule is an error (HYPER_PARALLEL_STRICT=1 for the whole process)
-with implicit_replication():      a plain tensor among distributed ones is taken to be the same on every rank
+with explicit():                  an implicit redistribution raises
+with strict():                    an operator without a rule raises (HYPER_PARALLEL_STRICT=1 for the whole process)
+with implicit_replication():      a plain tensor mixed with distributed ones counts as replicated
 with SkipDTensorDispatch():       operators run on the shards
 with loss_parallel():             cross_entropy takes plain targets and moves no scores (in core.tensor_parallel)
 """
@@ -71,7 +71,7 @@ def override(name: str, how: Override) -> Any:
 
 
 def strict(on: bool = True) -> Any:
-    """A context in which an operator without a rule raises instead of running on the whole tensors."""
+    """A context in which an operator without a rule raises instead of running on full tensors."""
     return _set("strict", on)
 
 
@@ -81,12 +81,12 @@ def explicit(on: bool = True) -> Any:
 
 
 def implicit_replication(on: bool = True) -> Any:
-    """A context in which a plain tensor among distributed ones is taken to be the same on every rank."""
+    """A context in which a plain tensor mixed with distributed ones counts as replicated."""
     return _set("replicate_plain", on)
 
 
 class SkipDTensorDispatch:
-    """A context in which operators run on the shards and give plain tensors, except those in ``no_skip``.
+    """A context in which operators run on the shards and return plain tensors, except those in ``no_skip``.
 
     ``no_skip``: names of operators, or functions of the framework.
     """

@@ -39,15 +39,15 @@ class Placement:
         return f"{type(self).__qualname__}({fields})"
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether the tensor is cut along this axis, and if asked, along that dim."""
+        """Whether the tensor is sharded along this axis, optionally along that dim."""
         return isinstance(self, Shard) and (dim is None or self.dim == dim)
 
     def is_replicate(self) -> bool:
-        """Whether every rank has the whole."""
+        """Whether the tensor is replicated along this axis."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether every rank has a part, and if asked, one for that reduction."""
+        """Whether the tensor is Partial along this axis, optionally by that reduction."""
         return isinstance(self, Partial) and (
             reduce_op is None or self.reduce_op == reduce_op
         )
@@ -265,7 +265,7 @@ def _check_total(placement: Shard, sizes: tuple[int, ...], size: int) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replicate(Placement):
-    """Every rank has the whole."""
+    """Every rank has the full tensor."""
 
     def __str__(self) -> str:
         return "R"
@@ -280,7 +280,7 @@ def commute(reduce_ops: Iterable[str | None]) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partial(Placement):
-    """Every rank has a part; reduced by ``reduce_op`` they are the tensor."""
+    """Every rank has a part; the tensor is the reduction of the parts by ``reduce_op``."""
 
     reduce_op: str = "sum"
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one layout to another: the cheapest steps, as a value.
+"""The cheapest steps from one layout to another, as a value.
 
     plan(layout("dp", "tp"), layout("None", "dp"), (8, 8), itemsize=4).explain()
 
 A pure function of the two layouts and the global shape, so every rank finds the same plan, and it can be tested and
-printed without any process. The cost of a plan is the bytes that a rank receives, and for each step that communicates
-as much as STEP_BYTES would cost: small tensors want few steps, large ones few bytes. The search is exhaustive (uniform
+printed without processes. The cost of a plan is the number of bytes that a rank receives, plus STEP_BYTES per step that
+communicates: small tensors need few steps, large ones few bytes. The search is exhaustive (uniform
 cost), over all layouts of the tensor on the mesh.
 """
 
@@ -44,7 +44,7 @@ class Step:
     reduce_scatter   Partial(op)           Shard(dim), innermost
     all_reduce       Partial(op)           Replicate
     part             Replicate             Partial(op): the value on the first rank, op's neutral one on the others
-    gather           all_gather of several axes at once, which may cut different dims
+    gather           all_gather of several axes at once, which may shard different dims
     all_reduce       also of several axes at once
     exchange         everything that is cut is cut anew, over all axes involved: everyone gets from the others just what
                      it lacks
@@ -96,12 +96,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that a rank receives, at the most."""
+        """The maximum number of bytes that a rank receives."""
         return sum(step.nbytes for step in self.steps)
 
     @property
     def cost(self) -> int:
-        """What the search made as small as possible."""
+        """The cost that the search minimizes."""
         return sum(_cost(step) for step in self.steps)
 
     @functools.cached_property
@@ -130,7 +130,7 @@ class Plan:
 def plan(
     source: Layout, target: Layout, shape: Sequence[int], itemsize: int = 4
 ) -> Plan:
-    """The cheapest steps that lead a tensor of this global shape from one layout to another on the same mesh."""
+    """The cheapest steps for a tensor of this global shape from one layout to another on the same mesh."""
     if source.mesh != target.mesh:
         raise coded(
             ValueError,
@@ -191,7 +191,7 @@ def _gather_irregular(
 def _exchange_irregular(
     source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
 ) -> Step:
-    """The step that leads straight to the target: every rank receives just what it lacks."""
+    """The single step to the target: every rank receives exactly what it lacks."""
     changed = [
         axis
         for axis, pair in enumerate(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands out a tensor's shard by route: one for each layout asked for and each way in which its gradient comes back.
+"""Returns a tensor's shard through a route: one per requested layout and per way in which its gradient is reduced.
 
-A tensor that is Replicate on an axis may get the whole gradient on every rank there, or a part of it, as its consumers
-are. Consumers of one kind share one route, so that their gradients add up first and are communicated once; and a value
-that was communicated for one consumer is there for the next.
+A tensor that is Replicate on an axis gets the full gradient on every rank there, or a part of it, depending on its
+consumers. Consumers of one kind share a route, so their gradients are added first and communicated once; and a value
+that was communicated for one consumer is reused by the next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ViewOf(NamedTuple):
 def local_for(
     tensor: Any, target: Layout, summed: tuple[int, ...] = (), *, implicit: bool = True
 ) -> Any:
-    """The shard of a distributed tensor in the target layout, when the gradient comes in parts on these axes."""
+    """The shard of a distributed tensor in the target layout, if its gradient is Partial on these axes."""
     local = tensor._local
     graph = platform.is_recorded(local)
     if target is tensor._layout and not (graph and summed):
@@ -63,7 +63,7 @@ def local_for(
 
 
 def reduced_twin(tensor: Any) -> Any:
-    """A tensor in which something else than a sum is pending, with that reduction taken: all users share it.
+    """The reduced value of a tensor that is Partial by something other than a sum: all users share it.
 
     The gradient of the value is that of the twin; the shard gets the gradient of its own part.
     """
@@ -85,7 +85,7 @@ def reduced_twin(tensor: Any) -> Any:
 
 
 def own_local_for(tensor: Any, target: Layout, summed: tuple[int, ...] = ()) -> Any:
-    """The same for somebody who may change it: nobody else has it, but where the tensor lies in this layout."""
+    """The same for a caller that may modify it: it is not shared, unless the tensor already has this layout."""
     if not platform.is_recorded(tensor._local):
         summed = ()
     elif waits_for_value(tensor) and _takes_reduction(tensor._layout, target):
@@ -218,7 +218,7 @@ def _origin_for(tensor: Any, target: Layout, summed: tuple[int, ...]) -> Any:
 
 
 def _known(routes: Any, key: tuple[Any, ...]) -> Any:
-    """The value, where another route to the same layout has it already."""
+    """The value, if another route to the same layout already has it."""
     source, target, _, graph, version = key
     if any(map(is_nonlinear, source.placements)):
         return None
@@ -231,7 +231,7 @@ def _known(routes: Any, key: tuple[Any, ...]) -> Any:
 
 
 def _is_as_made(route: Any) -> bool:
-    """Whether nobody has changed in place what was made for another consumer."""
+    """Whether a value that was computed for another consumer is unmodified."""
     version = platform.version_of(route)
     return version is not None and version == route._made_as
 

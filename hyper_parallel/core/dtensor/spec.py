@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a tensor's layout, shape and dtype in the keys of plans: one object, quick to compare."""
+"""The interned (layout, shape, dtype) of a tensor, which is cheap to compare in the keys of plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ platform = get_platform()
 
 
 class _Spec:
-    """One for each layout, shape and dtype that is in use."""
+    """One object per layout, shape and dtype in use."""
 
     __slots__ = ()
 
@@ -23,7 +23,7 @@ _MOST_SPECS = 1 << 16
 
 
 def spec_of(tensor: Any) -> Any:
-    """What stands for a tensor, which remembers it."""
+    """The interned (layout, shape, dtype) key, cached on the tensor."""
     key = (tensor._layout, tensor._shape, tensor._local.dtype, waits_for_value(tensor))
     spec = _SPECS.get(key)
     if spec is None:
@@ -36,9 +36,9 @@ def spec_of(tensor: Any) -> Any:
 
 
 def waits_for_value(tensor: Any) -> bool:
-    """Whether something else than a sum is pending in a tensor that gradients flow through.
+    """Whether a tensor that requires a gradient is Partial by something other than a sum.
 
-    The gradient of a part is then another than that of the value, so operators take the value.
+    The gradient of a part then differs from that of the value, so operators use the reduced value.
     """
     return has_other_than_sum(tensor._layout) and bool(
         platform.requires_grad(tensor._local)
@@ -47,7 +47,7 @@ def waits_for_value(tensor: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def has_other_than_sum(layout: Layout) -> bool:
-    """Whether a reduction is pending that is no sum."""
+    """Whether a placement is Partial by something other than a sum."""
     return (
         any(op not in (None, "sum") for op in layout.partial)
         if layout.placements
