@@ -130,8 +130,9 @@ def test_nothing_is_left_where_making_hosts_fails(monkeypatch):
 
 def start_command():
     """A run of the tool whose hosts sleep, and the namespaces that it has made."""
-    command = [sys.executable, "-m", "tools.hosts", "run", "--", "sleep", "600"]
-    process = subprocess.Popen(command, cwd=ROOT)
+    # A shell that runs the tests in the background has them ignore SIGINT.
+    tool = ["env", "--default-signal=INT", sys.executable, "-m", "tools.hosts", "run"]
+    process = subprocess.Popen([*tool, "--", "sleep", "600"], cwd=ROOT)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         own = {name for name in existing() if name.startswith(f"hosts-{process.pid}-")}
