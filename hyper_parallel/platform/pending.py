@@ -39,7 +39,7 @@ class Pending:
 
 def start_all_reduce(platform: Platform, x: Any, op: str, group: Any) -> Pending:
     """The reduction of every rank's ``x``, which stays as it is."""
-    buffer = platform.clone(platform.detach(x))
+    buffer = platform.clone(x)
     _, handle = platform.all_reduce(buffer, group, async_op=True, op=op)
     return Pending(handle, lambda: buffer)
 
