@@ -163,17 +163,6 @@ class Dispatcher:
         """Drops all plans: a rule has changed."""
         self._plans.clear()
 
-    def decide(
-        self,
-        func: Any,
-        tensors: Sequence[DTensor],
-        args: Any,
-        kwargs: Mapping[str, Any],
-        called: OpName | None = None,
-    ) -> Decision:
-        """What a call will do, without doing it."""
-        return decide_call(called or platform.op_name_of(func), tensors, args, kwargs)
-
     def _plan(
         self,
         func: Any,
