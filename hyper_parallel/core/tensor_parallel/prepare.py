@@ -40,7 +40,10 @@ class PrepareModuleInput(LayoutStyle):
     def _options(self) -> dict[str, Any]:
         desired = self.desired_input_kwarg_layouts or {}
         named = {name: desired[name] for name in self.input_kwarg_layouts or {}}
-        return {"desired": _texts(self.desired_input_layouts), **named}
+        options = {"desired": _texts(self.desired_input_layouts), **named}
+        if self.use_local_output:
+            options["use_local_output"] = True
+        return options
 
     def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
         """The layouts of the module's inputs."""
@@ -70,7 +73,10 @@ class PrepareModuleOutput(LayoutStyle):
         _normalize(self, "output_layouts", "desired_output_layouts")
 
     def _options(self) -> dict[str, Any]:
-        return {"desired": _texts(self.desired_output_layouts)}
+        options: dict[str, Any] = {"desired": _texts(self.desired_output_layouts)}
+        if self.use_local_output is not None:
+            options["use_local_output"] = self.use_local_output
+        return options
 
     def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
         """The layouts of the module's outputs."""

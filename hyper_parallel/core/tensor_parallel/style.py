@@ -72,6 +72,7 @@ class _Projected(LayoutStyle):
         options = {
             "input_layouts": self.input_layouts,
             "output_layouts": self.output_layouts,
+            "use_local_output": self.use_local_output,
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -240,7 +241,12 @@ class SequenceParallel(LayoutStyle):
     use_local_output: bool = False
 
     def _options(self) -> dict[str, Any]:
-        return {"sequence_dim": self.sequence_dim} if self.sequence_dim != 1 else {}
+        options: dict[str, Any] = {}
+        if self.sequence_dim != 1:
+            options["sequence_dim"] = self.sequence_dim
+        if self.use_local_output:
+            options["use_local_output"] = True
+        return options
 
     def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
         """The layouts of the module's parameters, input and output."""
@@ -263,6 +269,9 @@ class Replicated(LayoutStyle):
     """
 
     use_local_output: bool = False
+
+    def _options(self) -> dict[str, Any]:
+        return {"use_local_output": True} if self.use_local_output else {}
 
     def layouts(self, module: Any, device_mesh: DeviceMesh) -> ModuleLayouts:  # noqa: ARG002 - the same for all
         """The layouts of everything in the module."""
