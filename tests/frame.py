@@ -219,3 +219,11 @@ def gradient_in_graph(output, leaf):
     return private.run_backward()(
         (output,), None, True, True, (leaf,), True, accumulate_grad=False
     )[0]
+
+
+def gradients_of(loss_of, parameters):
+    """The gradients of a function's loss, returned and not accumulated."""
+    if IS_TORCH:
+        return torch.autograd.grad(loss_of(), parameters)
+    compute = mindspore.value_and_grad(loss_of, None, weights=list(parameters))
+    return compute()[1]

@@ -30,6 +30,7 @@ def reduce_later(
     leaf: Any, layout: Layout, shape: Sequence[int], axes: tuple[int, ...]
 ) -> Any:
     """A parameter's shard by a route on which the gradient comes in parts along these axes."""
+    get_platform().forget_failed_backwards()
     return _function().apply(leaf, layout, shape, axes)
 
 

@@ -177,7 +177,20 @@ class Autograd(Tensors):
 
     @abstractmethod
     def backward_number(self) -> int:
-        """Returns an identifier of the running backward pass."""
+        """Returns an identifier of the running backward pass, the innermost one; -1 outside of all."""
+
+    def forget_failed_backwards(self) -> None:
+        """Frees what backward passes that raised have left for their end; does nothing while one runs."""
+
+    @abstractmethod
+    def before_backward_of(
+        self, outputs: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        """Calls a function whenever backward reaches the operation that produced one of the plain tensors."""
+
+    @abstractmethod
+    def after_backward_to(self, tensor: Any, call: Callable[[], None]) -> Any:
+        """Returns an alias of a plain tensor, and calls a function when the alias's gradient is complete."""
 
     def in_backward(self) -> AbstractContextManager[Any]:
         """A context in which collectives count as those of backward, for frameworks that cannot tell by themselves."""

@@ -85,6 +85,22 @@ class Collectives(Ranks):
         """Reduces ``data`` over the group and returns this rank's chunk of equal chunks along dim 0."""
 
     @abstractmethod
+    def gather_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        """Starts one all-gather of flat tensors of one dtype into flat ``outputs``, in rank order; returns a handle."""
+
+    @abstractmethod
+    def reduce_scatter_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        """Starts one reduce-scatter by sum of flat tensors of one dtype into ``outputs``; returns a handle.
+
+        Each source holds the pieces of all ranks in rank order, each output this rank's sum. The sources must not
+        change before the handle's ``wait()`` has returned.
+        """
+
+    @abstractmethod
     def all_to_all_single(
         self,
         input_tensor: Any,

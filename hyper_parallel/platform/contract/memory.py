@@ -43,6 +43,18 @@ class Memory(ABC):
         """Returns a mapping that lives as long as the tensor without keeping it alive, for caching derived tensors."""
 
     @abstractmethod
+    def alias(self, tensor: Any) -> Any:
+        """Returns a plain tensor in the same memory, outside the graph, whose modifications are counted separately."""
+
+    @abstractmethod
+    def release_memory(self, tensor: Any) -> None:
+        """Frees the memory of a tensor and of all its aliases, which must not be read until it is restored."""
+
+    @abstractmethod
+    def restore_memory(self, tensor: Any) -> None:
+        """Allocates memory that was released; its contents are undefined."""
+
+    @abstractmethod
     def version_of(self, tensor: Any) -> int | None:
         """Returns a counter that changes when the tensor is modified in place; None if changes are not counted."""
 

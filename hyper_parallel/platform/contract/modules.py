@@ -64,6 +64,10 @@ class Modules(ABC):
         """Replaces a tensor of the module itself; a parameter stays a parameter."""
 
     @abstractmethod
+    def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        """Makes a tensor, whatever its type, what the module reads as its parameter of that name, without a check."""
+
+    @abstractmethod
     def get_param_local_data(self, param: Any) -> Any:
         """Returns the data on this rank as a plain tensor that shares its memory."""
 

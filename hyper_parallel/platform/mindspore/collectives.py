@@ -68,6 +68,18 @@ class _Backward(threading.local):
     depth = 0
 
 
+class _Then:
+    """A handle that does something more once its collective has finished."""
+
+    def __init__(self, handle: Any, then: Callable[[], None]) -> None:
+        self._handle, self._then = handle, then
+
+    def wait(self) -> None:
+        """Waits for the collective."""
+        self._handle.wait()
+        self._then()
+
+
 class Collectives(Groups, Differentiable):
     """Communication outside the graph; ``Differentiable`` adds the one in the graph."""
 
@@ -171,6 +183,40 @@ class Collectives(Groups, Differentiable):
             lambda pieces: self._write(output, reduced(pieces, op, output)),
         )
         return self._result(output, handle, async_op)
+
+    def gather_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        packed = self.cat(sources)
+        joined, handle = self.all_gather_into_tensor(packed, group, async_op=True)
+
+        def unpack() -> None:
+            rows = joined.reshape(-1, packed.shape[0])
+            start = 0
+            for output in outputs:
+                stop = start + output.shape[0] // rows.shape[0]
+                self.copy_into(output, rows[:, start:stop].reshape(-1))
+                start = stop
+
+        return _Then(handle, unpack)
+
+    def reduce_scatter_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        ranks = self._group("reduce_scatter_tensor", group).size()
+        packed = self.cat([source.reshape(ranks, -1) for source in sources], 1)
+        reduced, handle = self.reduce_scatter_tensor(
+            packed.reshape(-1), group, async_op=True
+        )
+
+        def unpack() -> None:
+            start = 0
+            for output in outputs:
+                stop = start + output.shape[0]
+                self.copy_into(output, reduced[start:stop])
+                start = stop
+
+        return _Then(handle, unpack)
 
     def all_to_all_single(
         self,

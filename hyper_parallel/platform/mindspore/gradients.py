@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,18 +36,52 @@ class _Deferred:
 class _TakeDeferred:
     """A hook on a leaf: if its gradient has been added to others, which cannot be filled in later, it is summed now."""
 
-    def __init__(self, platform: Gradients) -> None:
-        self._platform = platform
-        self.deferred: list[_Deferred] = []  # of the backward that runs
-
     def __call__(self, gradient: Any) -> Any:
-        deferred, self.deferred = self.deferred, []
+        deferred = _current_backward().deferred.pop(self, [])
         pointers = [one.value.data_ptr() for one in deferred]
         if not deferred or pointers == [gradient.data_ptr()]:
             return None
         for one in deferred:
             gradient = gradient + (one.sum_now() - one.value)
         return gradient
+
+
+class _Backward:
+    """What waits in one backward: calls for its end, and gradients for the hooks of their leaves."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.deferred: dict[_TakeDeferred, list[_Deferred]] = {}
+
+
+class _Backwards(threading.local):
+    """The backwards of this thread by number: those that run, one within another, and those that failed."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, _Backward] = {}
+
+
+_BACKWARDS = _Backwards()
+
+
+def _backward_number() -> int:
+    return int(private.executor().get_current_autodiff_engine_id())
+
+
+def _current_backward() -> _Backward:
+    number = _backward_number()
+    backward = _BACKWARDS.by_number.get(number)
+    if backward is None:
+        backward = _BACKWARDS.by_number[number] = _Backward()
+        # MindSpore drops the callbacks of a failed backward when the next one begins, and does not hold the GIL then.
+        # The process would abort if that freed anything, so it gets a function that lives on.
+        private.executor().queue_backward_final_callback(_end_backward)
+    return backward
+
+
+def _end_backward() -> None:
+    for call in _BACKWARDS.by_number.pop(_backward_number()).calls:
+        call()
 
 
 class Gradients(Platform):
@@ -143,9 +178,9 @@ class Gradients(Platform):
         deferred = _Deferred(self.clone(part), sum_now)
         hook = next(iter(leaf.hooks()), None)
         if hook is None:
-            hook = _TakeDeferred(self)
+            hook = _TakeDeferred()
             leaf.register_hook(hook)
-        hook.deferred.append(deferred)
+        _current_backward().deferred.setdefault(hook, []).append(deferred)
         return deferred.value, functools.partial(self._complete, deferred)
 
     def _complete(self, deferred: _Deferred, gradient: Any) -> None:
@@ -155,14 +190,35 @@ class Gradients(Platform):
         leaf._grad = gradient if leaf._grad is None else leaf._grad + gradient
 
     def backward_number(self) -> int:
-        return 0
+        return _backward_number()
+
+    def forget_failed_backwards(self) -> None:
+        if _BACKWARDS.by_number and _backward_number() < 0:  # outside of all
+            _BACKWARDS.by_number.clear()
 
     def after_backward(self, call: Callable[[], None]) -> None:
         def call_in_backward() -> None:
             with self.in_backward():
                 call()
 
-        private.executor().queue_backward_final_callback(call_in_backward)
+        _current_backward().calls.append(call_in_backward)
+
+    def before_backward_of(
+        self, outputs: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        def run(_: Any) -> None:
+            call()
+
+        for output in outputs:
+            output.register_hook(run)
+
+    def after_backward_to(self, tensor: Any, call: Callable[[], None]) -> Any:
+        def run(_: Any) -> None:
+            call()
+
+        alias = tensor * 1
+        alias.register_hook(run)
+        return alias
 
     def gradient_of(self, leaf: Any) -> Any:
         return leaf._grad

@@ -176,6 +176,9 @@ class Modules(Tensors):
                 self._parameter_like(private.own_parameters(module)[name], tensor),
             )
 
+    def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        private.own_parameters(module)[name] = tensor
+
     def register_full_backward_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False
     ) -> Any:

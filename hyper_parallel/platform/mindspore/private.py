@@ -54,7 +54,10 @@ def run_backward() -> Any:
 
 
 def executor() -> Any:
-    """What runs operators one by one: ``set_grad_flag``, ``queue_backward_final_callback``."""
+    """What runs operators one by one: ``set_grad_flag``, ``queue_backward_final_callback``.
+
+    ``get_current_autodiff_engine_id`` gives the number of the backward that runs, the innermost one; -1 outside.
+    """
     return _name("mindspore.graph.api", "_pynative_executor")
 
 

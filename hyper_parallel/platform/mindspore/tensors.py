@@ -355,6 +355,15 @@ class Tensors(Platform):
     def is_meta(self, tensor: Any) -> bool:
         return bool(tensor.is_meta)
 
+    def alias(self, tensor: Any) -> Any:
+        return mindspore.Tensor(tensor)
+
+    def release_memory(self, tensor: Any) -> None:
+        tensor.untyped_storage().resize_(0)
+
+    def restore_memory(self, tensor: Any) -> None:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+
     counts_changes = False
 
     def version_of(self, tensor: Any) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.agreement import dtype_name
 from hyper_parallel.platform.checks import check_reduction, check_tensor
 from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
@@ -178,6 +179,55 @@ class Collectives(Groups, Differentiable):
             Handle(work, call, group, lambda: gloo.reduce_pieces(pieces, op, output)),
             async_op,
         )
+
+    def gather_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        call = "all_gather_into_tensor"
+        resolved = self._group(call, group)
+        received = sum(source.nbytes for source in sources) * (resolved.size() - 1)
+        self._announce(lambda: _call_on_all(call, sources), resolved, received)
+        is_direct = (
+            gloo.is_used(resolved, sources[0]) and not order.last(resolved)[1]
+        )  # as in all_gather_into_tensor
+        gather = gloo.all_gather if is_direct else _native_all_gather
+        works = self._call(
+            call,
+            resolved,
+            lambda: [
+                gather(output, source, resolved)
+                for output, source in zip(outputs, sources, strict=True)
+            ],
+        )
+        return Handle(gloo.SeveralWorks(works), call, resolved)
+
+    def reduce_scatter_tensors(
+        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+    ) -> Any:
+        call = "reduce_scatter_tensor"
+        resolved = self._group(call, group)
+        received = sum(_share(source, resolved) for source in sources)
+        self._announce(lambda: _call_on_all(call, sources), resolved, received)
+        start = (
+            gloo.reduce_scatter
+            if gloo.is_used(resolved, sources[0])
+            else _native_reduce_scatter
+        )
+        started = self._call(
+            call,
+            resolved,
+            lambda: [
+                start(output, source, resolved)
+                for output, source in zip(outputs, sources, strict=True)
+            ],
+        )
+        works = [work for work, _ in started]
+
+        def finish() -> None:
+            for _, reduce in started:
+                reduce()
+
+        return Handle(gloo.SeveralWorks(works), call, resolved, finish)
 
     def all_to_all_single(
         self,
@@ -504,6 +554,19 @@ def _native_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
 ) -> Any:
     return dist.all_gather_single(output, source, group, async_op=True)
+
+
+def _native_reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[Any, Callable[[], Any]]:
+    """Untested on hardware."""
+    work = dist.reduce_scatter_single(output, source, group=group, async_op=True)
+    return work, lambda: output
+
+
+def _call_on_all(name: str, tensors: Sequence[torch.Tensor]) -> Call:
+    sizes = tuple(tensor.numel() for tensor in tensors)
+    return Call(name, (dtype_name(tensors[0]), sizes))
 
 
 def _share(data: torch.Tensor, group: dist.ProcessGroup) -> int:

@@ -10,7 +10,7 @@ of the ranks, so all ranks get the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +66,39 @@ def all_gather(
         works.append(dist.isend(source, group=group, tag=TAG, group_dst=to))
         works.append(dist.irecv(pieces[origin], group=group, tag=TAG, group_src=origin))
     return SeveralWorks(works)
+
+
+def reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[Any, Callable[[], Any]]:
+    """Starts the sum of every rank's ``source``, of which ``output`` gets this rank's piece.
+
+    Returns what to wait for, and what completes the sum then: pieces are added in the order of the ranks.
+    """
+    count, rank = group.size(), group.rank()
+    pieces = source.view(count, *output.shape)
+    if is_small(source):
+        arrived = torch.empty_like(pieces)
+        work = dist.all_to_all_single(arrived, pieces, group=group, async_op=True)
+        return work, lambda: reduce_pieces(arrived, "sum", output)
+    received = [
+        pieces[rank] if origin == rank else torch.empty_like(output)
+        for origin in range(count)
+    ]
+    works = []
+    for distance in range(1, count):
+        to, origin = (rank + distance) % count, (rank - distance) % count
+        works.append(dist.isend(pieces[to], group=group, tag=TAG, group_dst=to))
+        works.append(
+            dist.irecv(received[origin], group=group, tag=TAG, group_src=origin)
+        )
+
+    def add() -> None:
+        torch.add(received[0], received[1], out=output)
+        for piece in received[2:]:
+            output.add_(piece)
+
+    return SeveralWorks(works), add
 
 
 def reduce_pieces(

@@ -68,6 +68,30 @@ class Gradients(Platform):
     def after_backward(self, call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
+    def before_backward_of(
+        self, outputs: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        def run(_: Any) -> None:
+            call()
+
+        nodes = []
+        for output in outputs:
+            # An operation in place on a view gives the view another node; that of its base stays.
+            base = output._base
+            nodes += [output.grad_fn, None if base is None else base.grad_fn]
+        for node in dict.fromkeys(nodes):
+            if node is not None:
+                node.register_prehook(run)
+
+    def after_backward_to(self, tensor: Any, call: Callable[[], None]) -> Any:
+        def run(_: Any) -> None:
+            call()
+
+        with torch.enable_grad():
+            alias = tensor.view_as(tensor)
+        alias.grad_fn.register_prehook(run)
+        return alias
+
     def gradient_of(self, leaf: Any) -> Any:
         return leaf.grad
 

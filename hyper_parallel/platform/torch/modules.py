@@ -157,6 +157,9 @@ class Modules(Tensors):
         )
         self._own_parameter(module, name, new)
 
+    def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        module._parameters[name] = tensor
+
     def _own_parameter(self, module: Any, name: str, new: Any) -> None:
         old = module._parameters[name]
         module.register_parameter(name, new)

@@ -412,6 +412,16 @@ class Tensors(Platform):
     def is_meta(self, tensor: Any) -> bool:
         return bool(tensor.is_meta)
 
+    def alias(self, tensor: Any) -> Any:
+        return tensor.data
+
+    def release_memory(self, tensor: Any) -> None:
+        tensor.untyped_storage().resize_(0)
+
+    def restore_memory(self, tensor: Any) -> None:
+        offset = tensor.storage_offset() * tensor.element_size()
+        tensor.untyped_storage().resize_(offset + tensor.nbytes)
+
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
 
