@@ -86,18 +86,29 @@ class Collectives(Ranks):
 
     @abstractmethod
     def gather_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,
     ) -> Any:
-        """Starts one all-gather of flat tensors of one dtype into flat ``outputs``, in rank order; returns a handle."""
+        """Starts one all-gather of flat tensors of one dtype into flat ``outputs``, in rank order; returns a handle.
+
+        ``number``: where the backend can, messages are not taken for those of a call with another number.
+        """
 
     @abstractmethod
     def reduce_scatter_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,
     ) -> Any:
         """Starts one reduce-scatter by sum of flat tensors of one dtype into ``outputs``; returns a handle.
 
         Each source holds the pieces of all ranks in rank order, each output this rank's sum. The sources must not
-        change before the handle's ``wait()`` has returned.
+        change before the handle's ``wait()`` has returned. ``number``: as in ``gather_tensors``.
         """
 
     @abstractmethod

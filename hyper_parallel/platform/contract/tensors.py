@@ -179,6 +179,11 @@ class Tensors(ABC):
     def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
         """Copies a plain tensor's elements into another in place; the target may be any view."""
 
+    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Copies plain tensors into others in place, pair by pair."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy_into(target, source)
+
     @abstractmethod
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         """Returns ``target`` with the elements of ``source``, differentiably; the result may be a new tensor."""

@@ -185,7 +185,11 @@ class Collectives(Groups, Differentiable):
         return self._result(output, handle, async_op)
 
     def gather_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,  # noqa: ARG002 - ranks meet by name
     ) -> Any:
         packed = self.cat(sources)
         joined, handle = self.all_gather_into_tensor(packed, group, async_op=True)
@@ -201,7 +205,11 @@ class Collectives(Groups, Differentiable):
         return _Then(handle, unpack)
 
     def reduce_scatter_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,  # noqa: ARG002 - ranks meet by name
     ) -> Any:
         ranks = self._group("reduce_scatter_tensor", group).size()
         packed = self.cat([source.reshape(ranks, -1) for source in sources], 1)

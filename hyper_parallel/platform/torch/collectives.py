@@ -181,53 +181,60 @@ class Collectives(Groups, Differentiable):
         )
 
     def gather_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,
     ) -> Any:
         call = "all_gather_into_tensor"
         resolved = self._group(call, group)
         received = sum(source.nbytes for source in sources) * (resolved.size() - 1)
-        self._announce(lambda: _call_on_all(call, sources), resolved, received)
-        is_direct = (
-            gloo.is_used(resolved, sources[0]) and not order.last(resolved)[1]
-        )  # as in all_gather_into_tensor
-        gather = gloo.all_gather if is_direct else _native_all_gather
-        works = self._call(
-            call,
-            resolved,
-            lambda: [
-                gather(output, source, resolved)
+        self._announce(lambda: _call_on_all(call, sources, number), resolved, received)
+        is_compared = order.last(resolved)[1]  # as in all_gather_into_tensor
+        is_direct = gloo.is_used(resolved, sources[0]) and not is_compared
+
+        def start() -> list[Any]:
+            return [
+                gloo.all_gather(output, source, resolved, number)
+                if is_direct
+                else _native_all_gather(output, source, resolved)
                 for output, source in zip(outputs, sources, strict=True)
-            ],
-        )
-        return Handle(gloo.SeveralWorks(works), call, resolved)
+            ]
+
+        works = gloo.SeveralWorks(self._call(call, resolved, start), is_direct)
+        return Handle(works, call, resolved)
 
     def reduce_scatter_tensors(
-        self, outputs: Sequence[Any], sources: Sequence[Any], group: Any
+        self,
+        outputs: Sequence[Any],
+        sources: Sequence[Any],
+        group: Any,
+        number: int = 0,
     ) -> Any:
         call = "reduce_scatter_tensor"
         resolved = self._group(call, group)
         received = sum(_share(source, resolved) for source in sources)
-        self._announce(lambda: _call_on_all(call, sources), resolved, received)
-        start = (
-            gloo.reduce_scatter
-            if gloo.is_used(resolved, sources[0])
-            else _native_reduce_scatter
-        )
-        started = self._call(
-            call,
-            resolved,
-            lambda: [
-                start(output, source, resolved)
+        self._announce(lambda: _call_on_all(call, sources, number), resolved, received)
+        is_compared = order.last(resolved)[1]
+        is_gloo = gloo.is_used(resolved, sources[0])
+
+        def start() -> list[tuple[Any, Callable[[], None]]]:
+            return [
+                gloo.reduce_scatter(output, source, resolved, number, is_compared)
+                if is_gloo
+                else _native_reduce_scatter(output, source, resolved)
                 for output, source in zip(outputs, sources, strict=True)
-            ],
-        )
-        works = [work for work, _ in started]
+            ]
+
+        started = self._call(call, resolved, start)
+        works = gloo.SeveralWorks([work for work, _ in started], not is_compared)
 
         def finish() -> None:
-            for _, reduce in started:
-                reduce()
+            for _, add in started:
+                add()
 
-        return Handle(gloo.SeveralWorks(works), call, resolved, finish)
+        return Handle(works, call, resolved, finish)
 
     def all_to_all_single(
         self,
@@ -558,15 +565,15 @@ def _native_all_gather(
 
 def _native_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[Any, Callable[[], Any]]:
+) -> tuple[Any, Callable[[], None]]:
     """Untested on hardware."""
     work = dist.reduce_scatter_single(output, source, group=group, async_op=True)
-    return work, lambda: output
+    return work, lambda: None
 
 
-def _call_on_all(name: str, tensors: Sequence[torch.Tensor]) -> Call:
+def _call_on_all(name: str, tensors: Sequence[torch.Tensor], number: int) -> Call:
     sizes = tuple(tensor.numel() for tensor in tensors)
-    return Call(name, (dtype_name(tensors[0]), sizes))
+    return Call(name, (dtype_name(tensors[0]), sizes, f"number {number}"))
 
 
 def _share(data: torch.Tensor, group: dist.ProcessGroup) -> int:

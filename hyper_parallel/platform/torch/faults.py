@@ -115,9 +115,16 @@ class Handle:
 
     def _complete(self, work: Any) -> None:
         waiting = self._waiting
+        works = [work]
         if isinstance(work, gloo.SeveralWorks):
-            work.wait(timeout_of(self._group))
-            return
+            if waiting is None or work.has_messages:
+                work.wait(timeout_of(self._group))
+                return
+            works = list(work.works)
+        for one in works:
+            self._complete_one(one, waiting)
+
+    def _complete_one(self, work: Any, waiting: order.Wait | None) -> None:
         if waiting is None or dist.get_backend(self._group) != "gloo":
             work.wait()
             return

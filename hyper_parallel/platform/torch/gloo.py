@@ -51,9 +51,15 @@ def carried(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def all_gather(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    number: int = 0,
 ) -> Any:
-    """Starts an all-gather of ``source`` into ``output``, joined along dim 0; returns what to wait for."""
+    """Starts an all-gather of ``source`` into ``output``, joined along dim 0; returns what to wait for.
+
+    ``number``: large messages are not taken for those of a call with another number.
+    """
     count, rank = group.size(), group.rank()
     if is_small(source):
         copies = source.expand(count, *source.shape).contiguous().view(output.shape)
@@ -63,24 +69,34 @@ def all_gather(
     works = []
     for distance in range(1, count):
         to, origin = (rank + distance) % count, (rank - distance) % count
-        works.append(dist.isend(source, group=group, tag=TAG, group_dst=to))
-        works.append(dist.irecv(pieces[origin], group=group, tag=TAG, group_src=origin))
+        tag = TAG + number
+        works.append(dist.isend(source, group=group, tag=tag, group_dst=to))
+        works.append(dist.irecv(pieces[origin], group=group, tag=tag, group_src=origin))
     return SeveralWorks(works)
 
 
 def reduce_scatter(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[Any, Callable[[], Any]]:
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup,
+    number: int = 0,
+    in_one_exchange: bool = False,
+) -> tuple[Any, Callable[[], None]]:
     """Starts the sum of every rank's ``source``, of which ``output`` gets this rank's piece.
 
     Returns what to wait for, and what completes the sum then: pieces are added in the order of the ranks.
+    ``number``: as in ``all_gather``. ``in_one_exchange``: without point-to-point messages, whatever the size.
     """
     count, rank = group.size(), group.rank()
     pieces = source.view(count, *output.shape)
-    if is_small(source):
+    if in_one_exchange or is_small(source):
         arrived = torch.empty_like(pieces)
         work = dist.all_to_all_single(arrived, pieces, group=group, async_op=True)
-        return work, lambda: reduce_pieces(arrived, "sum", output)
+
+        def add_arrived() -> None:
+            reduce_pieces(arrived, "sum", output)
+
+        return work, add_arrived
     received = [
         pieces[rank] if origin == rank else torch.empty_like(output)
         for origin in range(count)
@@ -88,9 +104,10 @@ def reduce_scatter(
     works = []
     for distance in range(1, count):
         to, origin = (rank + distance) % count, (rank - distance) % count
-        works.append(dist.isend(pieces[to], group=group, tag=TAG, group_dst=to))
+        tag = TAG + number
+        works.append(dist.isend(pieces[to], group=group, tag=tag, group_dst=to))
         works.append(
-            dist.irecv(received[origin], group=group, tag=TAG, group_src=origin)
+            dist.irecv(received[origin], group=group, tag=tag, group_src=origin)
         )
 
     def add() -> None:
@@ -147,10 +164,10 @@ def is_small(data: torch.Tensor) -> bool:
 
 
 class SeveralWorks:
-    """Several operations under way, as one."""
+    """Several operations under way, as one; ``has_messages``: some are point-to-point."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], has_messages: bool = True) -> None:
+        self.works, self.has_messages = works, has_messages
 
     def wait(self, timeout: timedelta) -> None:
         """Waits for all of them, which have so long together: a peer that is late in one does not get more in the next.
@@ -158,7 +175,7 @@ class SeveralWorks:
         An operation whose wait has timed out cannot go on.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        for work in self._works:
+        for work in self.works:
             left = max(
                 deadline - time.monotonic(), 0.001
             )  # no time at all would mean as long as the group has
@@ -166,4 +183,4 @@ class SeveralWorks:
 
     def is_completed(self) -> bool:
         """Whether all of them have ended."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)

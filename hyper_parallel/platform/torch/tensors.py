@@ -314,6 +314,10 @@ class Tensors(Platform):
     def copy_into(self, target: Any, source: Any, non_blocking: bool = False) -> None:
         target.copy_(source, non_blocking)
 
+    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source, non_blocking)
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a unit computes with, in memory that is allocated while they are whole and freed in between.
+
+The tensors themselves live as long as the unit, so what autograd has saved of them is valid again as soon as they
+are gathered again into the same place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.fully_shard.plan import Owner, Plan
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
+
+platform = get_platform()
+
+
+class Memory:
+    """The whole tensors of a plan. Packed ones share one block of memory."""
+
+    def __init__(self, plan: Plan, dtype: Any, device: Any) -> None:
+        self.plan, self.dtype, self.device = plan, dtype, device
+        self.tensors: list[Any] = [None] * len(plan.entries)
+        self._blocks: list[Any] = []
+        for number in plan.direct:
+            block = platform.empty(plan.entries[number].shape, dtype, device)
+            self.tensors[number] = block
+            self._blocks.append(block)
+        if plan.packed:
+            self._blocks.append(self._share_block(plan))
+        self._is_allocated = True
+
+    def _share_block(self, plan: Plan) -> Any:
+        sizes = [math.prod(plan.entries[number].shape) for number in plan.packed]
+        block = platform.empty((sum(sizes),), self.dtype, self.device)
+        start = 0
+        for number, size in zip(plan.packed, sizes, strict=True):
+            view = block[start : start + size]
+            self.tensors[number] = view.reshape(plan.entries[number].shape)
+            start += size
+        return block
+
+    def release(self) -> None:
+        """Frees the memory."""
+        if self._is_allocated:
+            for block in self._blocks:
+                platform.release_memory(block)
+        self._is_allocated = False
+
+    def allocate(self) -> None:
+        """Allocates the memory, unless it is there."""
+        if not self._is_allocated:
+            for block in self._blocks:
+                platform.restore_memory(block)
+        self._is_allocated = True
+
+    def own_pieces(self, plan: Plan) -> list[Any]:
+        """Copies of what this rank holds of the tensors by another plan."""
+        return [
+            platform.clone(tensor[plan.slices(number, plan.index)].contiguous())
+            for number, tensor in enumerate(self.tensors)
+        ]
+
+
+class Gatherer:
+    """Gathers the tensors of a memory from the shards of a plan, in one collective per gather.
+
+    Packed shards travel in rows, one per rank. The last element of a row is the unit's number, so that ranks which
+    gather different units are told so.
+    """
+
+    def __init__(self, memory: Memory, plan: Plan, group: Any, owner: Owner) -> None:
+        self.memory, self.plan = memory, plan
+        self._group, self._owner = group, owner
+        self._rows: Any = None
+        if plan.packed and plan.ranks > 1:
+            shape = (plan.ranks, plan.row + 1)
+            self._rows = platform.empty(shape, memory.dtype, memory.device)
+            self._targets, self._pieces = self._view_pieces()
+            platform.release_memory(self._rows)
+
+    def _view_pieces(self) -> tuple[list[Any], list[Any]]:
+        """The places of packed shards in the whole tensors, and in the rows."""
+        plan, tensors = self.plan, self.memory.tensors
+        pairs = plan.pieces()
+        targets = [tensors[number][plan.slices(number, rank)] for number, rank in pairs]
+        pieces = [
+            _take(
+                self._rows[rank], plan.offsets[number], plan.shard_shape(number, rank)
+            )
+            for number, rank in pairs
+        ]
+        return targets, pieces
+
+    def start(self, shards: Sequence[Any]) -> Gather:
+        """Starts to gather every rank's shards."""
+        memory, plan = self.memory, self.plan
+        memory.allocate()
+        if plan.ranks == 1:
+            platform.copy_all(memory.tensors, shards)
+            return Gather(self, None)
+        outputs = [memory.tensors[number].reshape(-1) for number in plan.direct]
+        sources = [self._prepare(shards[number]) for number in plan.direct]
+        if plan.packed:
+            platform.restore_memory(self._rows)
+            outputs.append(self._rows.reshape(-1))
+            sources.append(self._pack(shards))
+        handle = platform.gather_tensors(
+            outputs, sources, self._group, self._owner.number
+        )
+        return Gather(self, handle)
+
+    def _prepare(self, shard: Any) -> Any:
+        moved = shard.to(self.memory.device).to(self.memory.dtype)
+        return moved.contiguous().reshape(-1)
+
+    def _pack(self, shards: Sequence[Any]) -> Any:
+        plan = self.plan
+        row = platform.empty((plan.row + 1,), self.memory.dtype, self.memory.device)
+        targets, sources = [], []
+        for number in plan.packed:
+            shape = plan.shard_shape(number)
+            if math.prod(shape):
+                targets.append(_take(row, plan.offsets[number], shape))
+                sources.append(shards[number])
+        platform.copy_all(targets, sources)
+        row[plan.row] = _to_element(self._owner.number)
+        return row
+
+    def finish(self) -> None:
+        """Copies packed tensors from the ranks' rows into their places."""
+        if self._rows is None:
+            return
+        numbers = self._rows[:, self.plan.row].tolist()
+        if any(number != _to_element(self._owner.number) for number in numbers):
+            platform.release_memory(self._rows)
+            raise _explain_other_unit(self._owner, numbers)
+        platform.copy_all(self._targets, self._pieces)
+        platform.release_memory(self._rows)
+
+
+def _to_element(number: int) -> int:
+    """A unit's number as a value that every floating-point dtype holds exactly."""
+    return number % 128
+
+
+def _explain_other_unit(owner: Owner, numbers: Sequence[float]) -> Exception:
+    others = [int(number) for number in numbers]
+    return coded(
+        RuntimeError,
+        "HP430",
+        f"fully_shard: this rank gathers unit {owner.number}, {owner.name}, but the ranks of its group gather the "
+        f"units {others}; every rank must call fully_shard for the same modules in the same order, and run the same "
+        "units in the same order",
+    )
+
+
+class Gather:
+    """A gather under way."""
+
+    def __init__(self, gatherer: Gatherer, handle: Any) -> None:
+        self._gatherer, self._handle = gatherer, handle
+
+    def finish(self) -> None:
+        """Waits until the tensors are whole."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait()
+            self._gatherer.finish()
+
+
+def _take(row: Any, start: int, shape: tuple[int, ...]) -> Any:
+    return row[start : start + math.prod(shape)].reshape(shape)

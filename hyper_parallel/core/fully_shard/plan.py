@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the parameters of a unit are divided between ranks, and where each travels in the unit's collectives.
+
+Example::
+
+    plan = Plan((Entry((512, 512), 0, 4), Entry((512,), 0, 4)), ranks=2, index=0)
+    plan.direct        (0,)   goes straight from the shards into its place
+    plan.packed        (1,)   travels with other small ones in one buffer
+    plan.row           256    elements per rank in that buffer
+
+Everything here is pure: frozen values, no platform, no processes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from hyper_parallel.core.dtensor.placement_types import Shard
+
+# Below this many bytes per rank, copying costs less than a message of its own.
+DIRECT_BYTES = 1 << 16
+
+
+class Owner(Protocol):
+    """The unit whose tensors travel, for messages; units of one mesh are numbered in the order of their creation."""
+
+    name: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is divided along ``dim``."""
+
+    shape: tuple[int, ...]
+    dim: int
+    element_size: int
+
+    def span(self, ranks: int, index: int) -> tuple[int, int]:
+        """The start and the stop of a rank's shard along the dim."""
+        spans = Shard(self.dim).spans(self.shape[self.dim], ranks, index)
+        if not spans:
+            return 0, 0
+        ((start, length),) = spans
+        return start, start + length
+
+    def shard_shape(self, ranks: int, index: int) -> tuple[int, ...]:
+        """The shape of a rank's shard."""
+        start, stop = self.span(ranks, index)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def joins_without_copy(self, ranks: int) -> bool:
+        """Whether the shards, joined in rank order in memory, are the tensor."""
+        outer = math.prod(self.shape[: self.dim])
+        return outer == 1 and self.shape[self.dim] % ranks == 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * self.element_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of a unit's tensors of one dtype between ``ranks`` ranks, as seen by the rank at ``index``."""
+
+    entries: tuple[Entry, ...]
+    ranks: int
+    index: int
+
+    @cached_property
+    def direct(self) -> tuple[int, ...]:
+        """The entries whose shards are large and join into the tensor without a copy."""
+        return tuple(
+            number
+            for number, entry in enumerate(self.entries)
+            if entry.joins_without_copy(self.ranks)
+            and entry.nbytes >= DIRECT_BYTES * self.ranks
+        )
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """The entries that travel together in one buffer."""
+        return tuple(n for n in range(len(self.entries)) if n not in self.direct)
+
+    @cached_property
+    def offsets(self) -> dict[int, int]:
+        """Where the shard of each packed entry starts in a rank's row of the buffer."""
+        offsets, offset = {}, 0
+        for number in self.packed:
+            offsets[number] = offset
+            offset += self.largest_shard(number)
+        return offsets
+
+    @cached_property
+    def row(self) -> int:
+        """The elements of a rank's row of the buffer; shorter shards are padded."""
+        return sum(self.largest_shard(number) for number in self.packed)
+
+    def largest_shard(self, number: int) -> int:
+        """The elements of the first rank's shard, which no other exceeds."""
+        return math.prod(self.entries[number].shard_shape(self.ranks, 0))
+
+    def shard_shape(self, number: int, index: int | None = None) -> tuple[int, ...]:
+        """The shape of a rank's shard of an entry; by default this rank's."""
+        index = self.index if index is None else index
+        return self.entries[number].shard_shape(self.ranks, index)
+
+    def slices(self, number: int, index: int) -> tuple[slice, ...]:
+        """The slices of an entry that are a rank's shard."""
+        entry = self.entries[number]
+        start, stop = entry.span(self.ranks, index)
+        before = (slice(None),) * entry.dim
+        return (*before, slice(start, stop))
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """The (entry, rank) pairs of packed shards that have elements."""
+        return [
+            (number, index)
+            for number in self.packed
+            for index in range(self.ranks)
+            if math.prod(self.shard_shape(number, index))
+        ]

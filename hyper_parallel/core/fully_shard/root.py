@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outermost unit of a model with all units below it: passes, the order of units, and reductions under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.core.fully_shard.prefetch import Order
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.fully_shard.reduction import Reduction
+    from hyper_parallel.core.fully_shard.running import Runner
+
+platform = get_platform()
+Complete = dict[int, Callable[[Any], None]]  # takes the gradient of a parameter
+
+
+class _Active(threading.local):
+    """The root whose forward runs in this thread."""
+
+    def __init__(self) -> None:
+        self.root: Root | None = None
+
+
+ACTIVE = _Active()
+
+
+class Root:
+    """Runs one pass after the other."""
+
+    def __init__(self, outermost: Runner) -> None:
+        self.outermost = outermost
+        self.order = Order()
+        self.pass_number = 0
+        self._runners: list[Runner] = []
+        self._backward: int | None = None
+        self._reductions: list[tuple[Reduction, Complete]] = []
+
+    def claim(self, runner: Runner) -> None:
+        """Makes this the root of a unit."""
+        if runner.root is self:
+            return
+        if runner.root is not None:
+            raise coded(
+                RuntimeError,
+                "HP422",
+                f"fully_shard: {runner.unit.name} ran as the outermost unit before, and is now used below "
+                f"{self.outermost.unit.name}; run forward of the outermost unit first",
+            )
+        runner.root = self
+        self._runners.append(runner)
+        self._name_units()
+
+    def _name_units(self) -> None:
+        """Names units by their paths in the model, for messages."""
+        for module in self.outermost.modules:
+            for path, inner in platform.get_cells_and_names(module):
+                for runner in self._runners:
+                    if path and inner in runner.modules:
+                        runner.unit.name = f"{path} ({type(inner).__name__})"
+
+    # --- forward
+
+    def begin_pass(self) -> None:
+        """Begins a forward; what a failed backward has left behind is cleared away."""
+        if self._backward is not None:
+            self.reset()
+        self.pass_number += 1
+        self.order.begin()
+
+    def end_forward(self) -> None:
+        """Frees what was gathered for units that did not run, or not all of whose modules did."""
+        for runner in self._runners:
+            if runner is self.outermost or runner.is_in_backward:
+                continue
+            if runner not in self.order or runner.reshards_after_forward:
+                runner.unit.release_after_forward()
+
+    # --- backward
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward through this model runs in this thread."""
+        return (
+            self._backward is not None and platform.backward_number() == self._backward
+        )
+
+    def enter_backward(self) -> int:
+        """Begins the running backward, unless it has begun; returns its number."""
+        number = platform.backward_number()
+        if self._backward != number:
+            self._backward = number
+            platform.after_backward(self._end_backward)
+        return number
+
+    def reduce_skipped(self, until: Runner | None) -> None:
+        """Adds zeros for units that forward has used after this one and backward has skipped, where that is asked."""
+        for runner in reversed(self.order.current):
+            if runner is until:
+                return
+            settings = runner.unit.settings
+            is_asked = settings.reduces_unused and settings.syncs_gradients
+            if is_asked and runner.reduced_in != self._backward:
+                self.advance_reductions()
+                runner.reduced_in = self._backward
+                runner.reduce_waiting(self)
+
+    def add_reductions(
+        self, reductions: Sequence[Reduction], complete: Complete
+    ) -> None:
+        """Finishes them while later ones run, or when backward ends."""
+        self._reductions += [(reduction, complete) for reduction in reductions]
+
+    def advance_reductions(self) -> None:
+        """Takes every reduction under way one collective further."""
+        pending, self._reductions = self._reductions, []
+        with platform.no_grad():
+            for reduction, complete in pending:
+                if reduction.advance():
+                    _complete(reduction, complete)
+                else:
+                    self._reductions.append((reduction, complete))
+
+    def finish_reductions(self) -> None:
+        """Waits for all reductions under way, and gives the parameters their gradients."""
+        pending, self._reductions = self._reductions, []
+        with platform.no_grad():
+            for reduction, complete in pending:
+                _complete(reduction, complete)
+
+    def _end_backward(self) -> None:
+        self.reduce_skipped(None)
+        self.finish_reductions()
+        for runner in self._runners:
+            if runner.unit.has_waiting_gradients:
+                runner.reduce_waiting(self)
+        self.finish_reductions()
+        self._backward = None
+        for runner in self._runners:
+            runner.end_backward()
+
+    def reset(self) -> None:
+        """Back to where a pass can begin, after an error."""
+        self._backward = None
+        self._reductions = []
+        for runner in self._runners:
+            runner.reset()
+
+
+def _complete(reduction: Reduction, complete: Complete) -> None:
+    for number, gradient in reduction.finish().items():
+        complete[number](gradient)
