@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
@@ -133,7 +133,7 @@ def _unit_class(kind: Any) -> type[Any]:
 
 
 def _become_unit(module: Any) -> None:
-    kind: Hashable = type(module)
+    kind: Any = type(module)
     module.__class__ = _unit_class(kind)
 
 
@@ -182,6 +182,7 @@ class HSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, including those that wait for a reduction."""
+        _recover(self)
         for runner in runners_below(self):
             runner.unit.unreduced.clear()
             runner.unit.unsummed.clear()
@@ -272,6 +273,7 @@ class HSDPModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict with sharded parameters, also while they are whole."""
+        _recover(self)
         shown = [one for one in runners_below(self) if one.unit.is_installed]
         for runner in shown:
             runner.unit.uninstall()
@@ -296,6 +298,13 @@ class HSDPModule:
 
 
 FSDPModule = HSDPModule
+
+
+def _recover(module: Any) -> None:
+    """Clears away what a failed backward has left."""
+    for runner in runners_below(module):
+        if runner.root is not None:
+            runner.root.recover()
 
 
 def _check_flag(call: str, value: Any) -> None:

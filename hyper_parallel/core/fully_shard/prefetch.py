@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which unit is gathered next, from the order of the last pass. Pure: no platform, no processes."""
+"""Which unit is gathered next, from the order of passes. Pure: no platform, no processes."""
 
 from __future__ import annotations
 
@@ -8,42 +8,57 @@ from typing import Any
 
 
 class Order:
-    """The order in which units were first entered, in this pass and in the one before.
+    """The order in which forward enters and leaves units; backward enters them in the reverse order of leaving.
 
     Example::
 
         order.begin()                  a new pass
         order.enter(unit)
-        order.after(unit)              the one that followed it in the last pass, or None
-        order.before(unit)             the one that came before it in this pass, for backward
+        order.leave(unit)
+        order.after(unit)              the one that was entered after it in the last pass, or None
+        order.before(unit)             the one that was left before it in this pass, for backward
     """
 
     def __init__(self) -> None:
         self._last: list[Any] = []
-        self.current: list[Any] = []
+        self._entered: list[Any] = []
+        self._left: list[Any] = []
 
     def begin(self) -> None:
         """Begins a new pass."""
-        self._last, self.current = self.current, []
+        self._last, self._entered, self._left = self._entered, [], []
 
     def enter(self, unit: Any) -> None:
-        """Records that a unit is entered."""
-        if unit not in self.current:
-            self.current.append(unit)
+        """Records that forward enters a unit."""
+        if unit not in self._entered:
+            self._entered.append(unit)
+
+    def leave(self, unit: Any) -> None:
+        """Records that forward leaves a unit, perhaps not for the first time."""
+        if unit in self._left:
+            self._left.remove(unit)
+        self._left.append(unit)
 
     def after(self, unit: Any) -> Any:
-        """The unit that followed this one in the last pass."""
-        return _neighbor(self._last, unit, 1)
+        """The unit that was entered after this one in the last pass."""
+        return _find_neighbor(self._last, unit, 1)
 
     def before(self, unit: Any) -> Any:
-        """The unit that came before this one in the current pass, which backward needs next."""
-        return _neighbor(self.current, unit, -1)
+        """The unit that was left before this one in the current pass, which backward needs next."""
+        return _find_neighbor(self._left, unit, -1)
+
+    def following(self, unit: Any) -> list[Any]:
+        """The units that came after this one, the last first: backward enters them before it. Without one, all."""
+        if unit is None:
+            return self._left[::-1]
+        later = self._entered[self._entered.index(unit) + 1 :]
+        return [one for one in reversed(self._left) if one in later]
 
     def __contains__(self, unit: Any) -> bool:
-        return unit in self.current
+        return unit in self._entered
 
 
-def _neighbor(order: Sequence[Any], unit: Any, step: int) -> Any:
+def _find_neighbor(order: Sequence[Any], unit: Any, step: int) -> Any:
     if unit not in order:
         return None
     position = order.index(unit) + step

@@ -67,8 +67,7 @@ class Root:
 
     def begin_pass(self) -> None:
         """Begins a forward; what a failed backward has left behind is cleared away."""
-        if self._backward is not None:
-            self.reset()
+        self.recover()
         self.pass_number += 1
         self.order.begin()
 
@@ -97,17 +96,13 @@ class Root:
             platform.after_backward(self._end_backward)
         return number
 
-    def reduce_skipped(self, until: Runner | None) -> None:
-        """Adds zeros for units that forward has used after this one and backward has skipped, where that is asked."""
-        for runner in reversed(self.order.current):
-            if runner is until:
-                return
+    def pass_over_skipped(self, until: Runner | None) -> None:
+        """Has units that backward has skipped, where that is asked, take part in what other ranks do for them."""
+        for runner in self.order.following(until):
             settings = runner.unit.settings
             is_asked = settings.reduces_unused and settings.syncs_gradients
-            if is_asked and runner.reduced_in != self._backward:
-                self.advance_reductions()
-                runner.reduced_in = self._backward
-                runner.reduce_waiting(self)
+            if is_asked and runner.entered_in != self._backward:
+                runner.pass_over()
 
     def add_reductions(
         self, reductions: Sequence[Reduction], complete: Complete
@@ -133,7 +128,7 @@ class Root:
                 _complete(reduction, complete)
 
     def _end_backward(self) -> None:
-        self.reduce_skipped(None)
+        self.pass_over_skipped(None)
         self.finish_reductions()
         for runner in self._runners:
             if runner.unit.has_waiting_gradients:
@@ -142,6 +137,11 @@ class Root:
         self._backward = None
         for runner in self._runners:
             runner.end_backward()
+
+    def recover(self) -> None:
+        """Clears away what a backward that raised has left behind."""
+        if self._backward is not None and not self.is_in_backward:
+            self.reset()
 
     def reset(self) -> None:
         """Back to where a pass can begin, after an error."""

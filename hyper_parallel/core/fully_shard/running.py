@@ -62,7 +62,7 @@ class Runner:
         self.forward_prefetch: list[Runner] | None = None
         self.backward_prefetch: list[Runner] | None = None
         self.frees_after_backward = True
-        self.reduced_in: int | None = None  # the last backward that has
+        self.entered_in: int | None = None  # the last backward that has
         self._use: Use | None = None
         self._tensors: list[Any] | None = None  # of this use, in the graph
         self._is_recorded = False
@@ -203,6 +203,8 @@ class Runner:
             return None
         root = self.root
         assert root is not None
+        if not root.is_in_backward:
+            root.order.leave(self)
         if not self.is_in_backward:
             self.unit.uninstall()
             self._watch_outputs(output)
@@ -252,8 +254,11 @@ class Runner:
     def _enter_backward(self, use: Use) -> None:
         root = self.root
         assert root is not None
-        if not use.enter_backward(root.enter_backward()):
+        number = root.enter_backward()
+        if not use.enter_backward(number):
             return
+        root.pass_over_skipped(self)
+        self.entered_in = number
         self.unit.check_unchanged(use.versions)
         if self._use is not use:
             self._use, self._tensors = use, None
@@ -273,16 +278,15 @@ class Runner:
         """Takes the gradients of the whole tensors; returns what backward returns for the shards."""
         root, unit = self.root, self.unit
         assert root is not None
-        number = root.enter_backward()
+        root.enter_backward()
         nothing = [None] * len(unit.managed)
         unit.take_gradients(gradients)
         use.is_reduced = True
         self._leave_backward(use)
         if not unit.settings.syncs_gradients:
             return nothing
-        root.reduce_skipped(self)
+        root.pass_over_skipped(self)
         root.advance_reductions()
-        self.reduced_in = number
         leaves = [one._local for one in unit.sharded]
         with platform.no_grad():
             reductions = unit.start_reduction(use.factor)
@@ -311,9 +315,19 @@ class Runner:
         root.add_reductions(reductions, complete)
         return returned
 
+    def pass_over(self) -> None:
+        """Takes part in what other ranks do in backward through this unit: gathers, and adds zeros to gradients."""
+        root = self.root
+        assert root is not None
+        self.unit.gather()
+        self._prefetch(self.backward_prefetch, root.order.before(self))
+        self.reduce_waiting(root)
+        self._end_use()
+
     def reduce_waiting(self, root: Root) -> None:
-        """Reduces what waits, outside the graph; ranks without a gradient add zeros."""
+        """Reduces what waits, outside the graph; parameters without a gradient add zeros."""
         unit = self.unit
+        root.advance_reductions()
         leaves = [one._local for one in unit.sharded]
         factor = (
             self._factor(is_whole_batch=False)

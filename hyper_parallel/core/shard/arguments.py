@@ -135,7 +135,8 @@ def distributed(
                 f"among distributed ones on {mesh}. Say how it lies: distribute_tensor(tensor, mesh, placements) "
                 "or DTensor.from_local(...); or call it within implicit_replication() if it is the same on every "
                 "rank. A module of a model that is called by itself needs the style Replicated() in the plan; "
-                "resize_token_embeddings and the like come before parallelize_module",
+                "resize_token_embeddings and the like come before parallelize_module. A method of a fully_shard unit "
+                "other than forward needs register_fsdp_forward_method(module, name)",
             )
         return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
