@@ -81,6 +81,8 @@ def check_gradients(one, many):
     """Compares all gradients, and their layouts with those of the parameters."""
     pairs = zip(many.named_parameters(), one.parameters(), strict=True)
     for (name, own), true in pairs:
-        assert own.grad is not None, name
+        assert (own.grad is None) == (true.grad is None), name
+        if true.grad is None:
+            continue
         assert own.grad.placements == own.placements, name
         check_same(own.grad, true.grad)

@@ -47,12 +47,19 @@ class Order:
         """The unit that was left before this one in the current pass, which backward needs next."""
         return _find_neighbor(self._left, unit, -1)
 
-    def following(self, unit: Any) -> list[Any]:
-        """The units that came after this one, the last first: backward enters them before it. Without one, all."""
-        if unit is None:
-            return self._left[::-1]
+    def all_left(self) -> list[Any]:
+        """All units that were left, the last first, as backward enters them."""
+        return self._left[::-1]
+
+    def within_and_after(self, unit: Any) -> list[Any]:
+        """The units that were entered after this one: backward has left them when it leaves this one."""
         later = self._entered[self._entered.index(unit) + 1 :]
-        return [one for one in reversed(self._left) if one in later]
+        return [one for one in self.all_left() if one in later]
+
+    def after_and_outside(self, unit: Any) -> list[Any]:
+        """The units that were entered when this one had been left: backward enters them before it."""
+        left_later = self._left[self._left.index(unit) + 1 :]
+        return [one for one in self.within_and_after(unit) if one in left_later]
 
     def __contains__(self, unit: Any) -> bool:
         return unit in self._entered

@@ -96,12 +96,13 @@ class Root:
             platform.after_backward(self._end_backward)
         return number
 
-    def pass_over_skipped(self, until: Runner | None) -> None:
-        """Has units that backward has skipped, where that is asked, take part in what other ranks do for them."""
-        for runner in self.order.following(until):
+    def pass_over_skipped(self, runners: Sequence[Runner]) -> None:
+        """Has those of the units that backward has not entered, where that is asked, do what other ranks do in it."""
+        for runner in runners:
             settings = runner.unit.settings
             is_asked = settings.reduces_unused and settings.syncs_gradients
             if is_asked and runner.entered_in != self._backward:
+                runner.entered_in = self._backward
                 runner.pass_over()
 
     def add_reductions(
@@ -128,7 +129,7 @@ class Root:
                 _complete(reduction, complete)
 
     def _end_backward(self) -> None:
-        self.pass_over_skipped(None)
+        self.pass_over_skipped(self.order.all_left())
         self.finish_reductions()
         for runner in self._runners:
             if runner.unit.has_waiting_gradients:

@@ -257,7 +257,7 @@ class Runner:
         number = root.enter_backward()
         if not use.enter_backward(number):
             return
-        root.pass_over_skipped(self)
+        root.pass_over_skipped(root.order.after_and_outside(self))
         self.entered_in = number
         self.unit.check_unchanged(use.versions)
         if self._use is not use:
@@ -285,7 +285,7 @@ class Runner:
         self._leave_backward(use)
         if not unit.settings.syncs_gradients:
             return nothing
-        root.pass_over_skipped(self)
+        root.pass_over_skipped(root.order.within_and_after(self))
         root.advance_reductions()
         leaves = [one._local for one in unit.sharded]
         with platform.no_grad():
