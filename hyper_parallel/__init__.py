@@ -49,6 +49,15 @@ if TYPE_CHECKING:
         implicit_replication,
         strict,
     )
+    from hyper_parallel.core.fully_shard import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        HSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        hsdp_sync_stream,
+    )
     from hyper_parallel.core.tensor_parallel import (
         ColwiseParallel,
         FusedColwiseParallel,
@@ -67,15 +76,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CheckpointPolicy",
     "ColwiseParallel",
     "CommunicationError",
     "CommunicationLedger",
     "DTensor",
     "DeviceMesh",
+    "FSDPModule",
     "FusedColwiseParallel",
     "FusedShard",
+    "HSDPModule",
     "Layout",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Partial",
     "Platform",
     "PlatformType",
@@ -95,8 +109,10 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "explicit",
+    "fully_shard",
     "get_current_mesh",
     "get_platform",
+    "hsdp_sync_stream",
     "implicit_replication",
     "init_device_mesh",
     "init_empty_weights",
@@ -124,6 +140,15 @@ _HOMES = {
         "explicit",
         "implicit_replication",
         "strict",
+    ),
+    "core.fully_shard": (
+        "CPUOffloadPolicy",
+        "FSDPModule",
+        "HSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "fully_shard",
+        "hsdp_sync_stream",
     ),
     "core.tensor_parallel": (
         "ColwiseParallel",

@@ -2,6 +2,8 @@
 """fully_shard: what becomes a unit and how it is sharded, precision, tied parameters, states, and bad input."""
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from hyper_parallel import (
     init_device_mesh,
     init_empty_weights,
     load,
+    local_batch,
     parallelize_module,
     replicate,
     save,
@@ -92,8 +95,8 @@ def test_names_and_classes_stay():
         own = [name for name, _ in getattr(many, names)()]
         assert own == [name for name, _ in getattr(one, names)()]
     assert list(many.state_dict()) == list(one.state_dict())
-    modules = [many.embed, many.head]
-    assert fully_shard(modules[:0] + [nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh)
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert fully_shard(pair, mesh=mesh) is pair
     hsdp_sync_stream()
 
 
@@ -123,9 +126,28 @@ def test_five_rows_over_two_ranks_are_three_and_two():
     assert transposed.weight.to_local().is_contiguous()
     full = transposed.weight.full_tensor()
     torch.distributed.broadcast(whole, 0)
-    torch.testing.assert_close(
-        full[:3] if mesh.get_local_rank() else full[:3], whole[:3]
-    )
+    torch.testing.assert_close(full[:3], whole[:3])
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@on_ranks(2)
+def test_a_parameter_without_dims_is_replicated_and_reduced():
+    mesh = new_mesh()
+    torch.manual_seed(0)
+    one = Scaled().double()
+    many = copy.deepcopy(one)
+    with pytest.warns(UserWarning, match="scale has no dim to shard"):
+        fully_shard(many, mesh=mesh)
+    assert many.scale.placements == (Replicate(),)
+    train_both(one, many, mesh)
 
 
 @on_ranks(4)
@@ -199,8 +221,6 @@ def test_whole_batch__exact_whatever_ranks_ignore(shape):
     loss.backward()
     output = many(part_of(x, mesh))
     assert isinstance(output, DTensor)
-    from hyper_parallel import local_batch
-
     mine = nn.functional.cross_entropy(output, local_batch(part_of(target, mesh), many))
     torch.testing.assert_close(mine.full_tensor().detach(), loss.detach())
     mine.backward()
@@ -243,7 +263,7 @@ PLAN = {
 }
 
 
-def tensor_parallel(mesh, reshard=None, batch_dim=None):
+def tensor_parallel(mesh, reshard=None):
     torch.manual_seed(0)
     one = Stack().double()
     many = copy.deepcopy(one)
@@ -255,7 +275,7 @@ def tensor_parallel(mesh, reshard=None, batch_dim=None):
 
 
 @on_ranks(4)
-def test_training_with_tensor_parallel_equals_one_process(tmp_path_factory=None):
+def test_training_with_tensor_parallel_equals_one_process():
     mesh = new_mesh((2, 2), ("dp", "tp"))
     one, many = tensor_parallel(mesh)
     weight = many.mlps[0].up.weight
@@ -422,10 +442,7 @@ def test_norm_with_its_own_policy__buffers_keep_their_dtype():
 
 
 @on_ranks(4)
-def test_states_between_meshes__train_save_load(tmp_path_factory=None):
-    import tempfile
-    from pathlib import Path
-
+def test_states_between_meshes__train_save_load():
     folder = [tempfile.mkdtemp()] if torch.distributed.get_rank() == 0 else [None]
     torch.distributed.broadcast_object_list(folder)
     path = Path(folder[0])
@@ -478,7 +495,7 @@ def test_states_between_meshes__train_save_load(tmp_path_factory=None):
 @on_ranks(2)
 def test_state_dict_and_load_state_dict():
     mesh = new_mesh()
-    one, many = both(mesh, reshard_after_forward=False)
+    _, many = both(mesh, reshard_after_forward=False)
     many(batches(1)[0])  # whole now
     with CommunicationLedger(mesh) as ledger:
         own = many.state_dict()
@@ -591,10 +608,6 @@ def test_bad_input_is_told():
         with pytest.raises(kind, match=words) as raised:
             call()
         assert raised.value.code.startswith("HP42")
-    scalar = nn.Module()
-    scalar.weight = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="weight has no dim"):
-        fully_shard(scalar, mesh=mesh)
     layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(ValueError, match="is a unit already"):
         fully_shard(layer, mesh=mesh)

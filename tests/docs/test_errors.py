@@ -71,6 +71,7 @@ LAYERS = {
     ),  # a view is an operator of its base
     "4": (
         "core.data_parallel",
+        "core.fully_shard",
         "core.modules",
         "core.tensor_parallel",
         "core.pipeline_parallel",

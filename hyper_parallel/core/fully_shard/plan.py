@@ -33,14 +33,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is divided along ``dim``."""
+    """A tensor that is divided along ``dim``; None: every rank holds all of it."""
 
     shape: tuple[int, ...]
-    dim: int
+    dim: int | None
     element_size: int
 
     def span(self, ranks: int, index: int) -> tuple[int, int]:
         """The start and the stop of a rank's shard along the dim."""
+        assert self.dim is not None
         spans = Shard(self.dim).spans(self.shape[self.dim], ranks, index)
         if not spans:
             return 0, 0
@@ -49,11 +50,15 @@ class Entry:
 
     def shard_shape(self, ranks: int, index: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""
+        if self.dim is None:
+            return self.shape
         start, stop = self.span(ranks, index)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
     def joins_without_copy(self, ranks: int) -> bool:
         """Whether the shards, joined in rank order in memory, are the tensor."""
+        if self.dim is None:
+            return False
         outer = math.prod(self.shape[: self.dim])
         return outer == 1 and self.shape[self.dim] % ranks == 0
 
@@ -112,6 +117,8 @@ class Plan:
     def slices(self, number: int, index: int) -> tuple[slice, ...]:
         """The slices of an entry that are a rank's shard."""
         entry = self.entries[number]
+        if entry.dim is None:
+            return ()
         start, stop = entry.span(self.ranks, index)
         before = (slice(None),) * entry.dim
         return (*before, slice(start, stop))

@@ -110,6 +110,13 @@ class Runner:
         self._depth += 1
         if self._depth > 1:
             return None
+        try:
+            return self._enter(module, args, kwargs)
+        except BaseException:
+            self.undo(module)
+            raise
+
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> Any:
         root = self._begin()
         self.unit.gather()
         args, kwargs = self._cast_inputs(args, kwargs)

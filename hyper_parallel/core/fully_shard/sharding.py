@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import ref
@@ -17,7 +19,7 @@ from hyper_parallel.core.dtensor.placement_types import (
     Shard,
     StridedShard,
 )
-from hyper_parallel.core.fully_shard.plan import Entry
+from hyper_parallel.core.fully_shard.plan import Entry, Plan
 from hyper_parallel.core.fully_shard.running import runner_of, runners_below
 from hyper_parallel.core.fully_shard.unit import DataMesh, Division, Managed
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, OffloadPolicy
@@ -146,18 +148,13 @@ def _check_untied(parameters: Sequence[Any], modules: Sequence[Any]) -> None:
                 )
 
 
-def _choose_dim(name: str, parameter: Any, placement_of: PlacementFn | None) -> int:
+def _choose_dim(
+    name: str, parameter: Any, placement_of: PlacementFn | None
+) -> int | None:
     ndim = len(parameter.shape)
-    if ndim == 0:
-        raise coded(
-            ValueError,
-            "HP426",
-            f"fully_shard: {name} has no dim to shard; give it shape (1,), or list it in ignored_params and reduce its "
-            "gradient yourself",
-        )
     placement = None if placement_of is None else placement_of(parameter)
     if placement is None:
-        return _default_dim(parameter)
+        return _default_dim(name, parameter)
     if type(placement) is not Shard or not -ndim <= placement.dim < ndim:
         raise coded(
             ValueError,
@@ -168,8 +165,14 @@ def _choose_dim(name: str, parameter: Any, placement_of: PlacementFn | None) -> 
     return placement.dim % ndim
 
 
-def _default_dim(parameter: Any) -> int:
-    """The first dim that is not sharded by a rule of its own, such as section by section."""
+def _default_dim(name: str, parameter: Any) -> int | None:
+    """The first dim that is not sharded by a rule of its own, such as section by section; None if there is none."""
+    if len(parameter.shape) == 0:
+        warnings.warn(
+            f"fully_shard: {name} has no dim to shard; it is replicated, and its gradient is reduced with the others",
+            stacklevel=4,
+        )
+        return None
     if not isinstance(parameter, DTensor):
         return 0
     irregular = {
@@ -177,10 +180,8 @@ def _default_dim(parameter: Any) -> int:
         for one in parameter.placements
         if isinstance(one, Shard) and not one.is_chunked
     }
-    for dim in range(len(parameter.shape)):
-        if dim not in irregular:
-            return dim
-    return 0
+    dims = [dim for dim in range(len(parameter.shape)) if dim not in irregular]
+    return dims[0] if dims else None
 
 
 def _shard(
@@ -188,7 +189,7 @@ def _shard(
     parameter: Any,
     owners: list[tuple[Any, str]],
     mesh: DeviceMesh,
-    dim: int,
+    dim: int | None,
     offload: OffloadPolicy,
 ) -> Managed:
     is_distributed = isinstance(parameter, DTensor)
@@ -196,9 +197,8 @@ def _shard(
     shape = tuple(int(size) for size in local.shape)
     shard_axis = mesh.ndim - 1
     ranks, index = mesh.size(shard_axis), mesh.get_local_rank(shard_axis)
-    start, stop = Entry(shape, dim, 1).span(ranks, index)
-    before = (slice(None),) * dim
-    shard = platform.clone(local[(*before, slice(start, stop))].contiguous())
+    plan = Plan((Entry(shape, dim, 1),), ranks, index)
+    shard = platform.clone(local[plan.slices(0, index)].contiguous())
     if isinstance(offload, CPUOffloadPolicy) and platform.device_type() != "cpu":
         shard = _copy_to_host(shard, offload.pin_memory)
     joint, placements, whole = _join(parameter, mesh, dim)
@@ -239,12 +239,13 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _join(
-    parameter: Any, mesh: DeviceMesh, dim: int
+    parameter: Any, mesh: DeviceMesh, dim: int | None
 ) -> tuple[DeviceMesh, list[Placement], list[Placement]]:
     """The mesh of all axes, the placements of the shards on it, and those of the whole tensor."""
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    own_shard: Placement = Replicate() if dim is None else Shard(dim)
     if not isinstance(parameter, DTensor):
-        return mesh, [*data, Shard(dim)], [Replicate()] * mesh.ndim
+        return mesh, [*data, own_shard], [Replicate()] * mesh.ndim
     own = dict(zip(_names(parameter.device_mesh), parameter.placements, strict=True))
     root = mesh.root_mesh
     wanted = {*own, *_names(mesh)}
@@ -261,11 +262,11 @@ def _join(
     whole = [own.get(name, Replicate()) for name in names]
     placements = list(whole)
     position = names.index(shard_name)
-    factor = 1
-    for axis in range(position + 1, len(names)):
-        if whole[axis].is_shard(dim):
-            factor *= joint.size(axis)
-    placements[position] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
+    placements[position] = own_shard
+    inner = range(position + 1, len(names))
+    sizes = [joint.size(axis) for axis in inner if whole[axis].is_shard(dim)]
+    if dim is not None and sizes:
+        placements[position] = StridedShard(dim, math.prod(sizes))
     return joint, placements, whole
 
 

@@ -53,7 +53,8 @@ TRANSITIONS = {
 class Managed:
     """A parameter of a unit: where modules read it, and what they compute with.
 
-    ``shape`` is that of the plain tensor on this rank once it is gathered; ``layout`` that of the distributed tensor
+    ``shape`` is that of the plain tensor on this rank once it is gathered, and ``dim`` the one that data ranks divide,
+    None if each has all of it; ``layout`` is that of the distributed tensor
     around it, if the parameter was one before, and ``global_shape`` its shape. ``joint_layout`` is that of the whole
     tensor on the data axes too, where it is replicated, and ``joint_gradient`` the placements of its gradient.
     """
@@ -61,7 +62,7 @@ class Managed:
     name: str
     places: list[tuple[Any, str]]
     shape: tuple[int, ...]
-    dim: int
+    dim: int | None
     layout: Layout | None
     global_shape: tuple[int, ...]
     joint_layout: Layout
@@ -263,6 +264,8 @@ class Unit:
 
     def release_after_forward(self) -> None:
         """Frees whole parameters, or, with a subgroup, all but this rank's pieces in it."""
+        if self.state is State.REGROUPED:
+            return
         if self.subgroup is None or self.state is not State.WHOLE:
             self.release()
             return
