@@ -131,6 +131,11 @@ def own_parameters(cell: Any) -> Any:
     return cell._params
 
 
+def own_cells(cell: Any) -> Any:
+    """The cells that a Cell has itself, by name."""
+    return cell._cells
+
+
 def own_buffers(cell: Any) -> Any:
     """The buffers that a Cell has itself; it does not let its own attributes be set anew."""
     return cell._buffers

@@ -14,6 +14,7 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
+from hyper_parallel.platform.contract.activations import SwapStorage
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.cpu import randomness
@@ -62,7 +63,10 @@ class Recompute(Platform):
         return _running("ckpt_wrapper", "Recomputed", module, run)
 
     def swap_wrapper(
-        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        module: Any,
+        policy_fn: Callable[[Any], bool] | None = None,
+        swap_fn: Callable[..., Any] | None = None,
     ) -> Any:
         """Untested on hardware: copies from and to an accelerator."""
         SwapToHost(policy_fn)  # a bad policy is refused here, not in the first forward
@@ -70,6 +74,8 @@ class Recompute(Platform):
         def run(
             cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any
         ) -> Any:
+            if swap_fn is not None:
+                return swap_fn(construct, *args, **kwargs)
             with SwapToHost(
                 policy_fn, itertools.chain(cell.get_parameters(), cell.buffers())
             ):
@@ -78,7 +84,10 @@ class Recompute(Platform):
         return _running("swap_wrapper", "Swapped", module, run)
 
     def create_selective_checkpoint_contexts(
-        self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+        self,
+        policy_fn_or_list: Any,
+        allow_cache_entry_mutation: bool = False,
+        storage: SwapStorage | None = None,
     ) -> tuple[Any, Any]:
         """As torch's, with MUST_SWAP; views and in-place operators always run again.
 
@@ -87,13 +96,17 @@ class Recompute(Platform):
 
         Untested on hardware: MUST_SWAP's copies, and the changes that an accelerator counts.
         """
-        return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+        return selective_contexts(
+            policy_fn_or_list, allow_cache_entry_mutation, storage
+        )
 
     def async_save_on_cpu(
-        self, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        policy_fn: Callable[[Any], bool] | None = None,
+        storage: SwapStorage | None = None,
     ) -> SwapToHost:
         """Untested on hardware: copies from and to an accelerator."""
-        return SwapToHost(policy_fn)
+        return SwapToHost(policy_fn, storage=storage)
 
 
 def noop_context_fn() -> tuple[

@@ -32,6 +32,15 @@ class Modules(Tensors):
     def get_cells_and_names(self, cell: Any) -> Iterable[tuple[str, Any]]:
         return cell.named_modules()
 
+    def replace_submodule(self, parent: Any, name: str, module: Any) -> None:
+        parent.get_submodule(name)  # raises if there is none
+        while isinstance(parent, Wrapper):
+            parent = parent.inner
+        parent._modules[name] = module
+
+    def is_module_list(self, module: Any) -> bool:
+        return isinstance(module, nn.ModuleList)
+
     def parameters_dict(self, cell: Any) -> dict[str, Any]:
         return dict(cell.named_parameters())
 

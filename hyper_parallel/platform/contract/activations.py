@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations: recomputing them in backward, or keeping them in host memory until then.
+
+Example::
+
+    block = platform.ckpt_wrapper(block)
+    loss = platform.checkpoint(function, x, use_reentrant=False)
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class CheckpointPolicy(enum.Enum):
+    """What selective recompute does with an operator's output; MUST_SWAP keeps it in host memory until backward."""
+
+    MUST_SAVE = "must_save"
+    PREFER_SAVE = "prefer_save"
+    MUST_RECOMPUTE = "must_recompute"
+    PREFER_RECOMPUTE = "prefer_recompute"
+    MUST_SWAP = "must_swap"
+
+
+class SwappedTensor(Protocol):
+    """One saved tensor whose owner decides when it moves; whatever the order of the calls, backward gets its values."""
+
+    def offload(self, stream: Any = None) -> None:
+        """Starts the copy to host memory; on the given stream, if the device has streams."""
+
+    def release(self) -> None:
+        """Frees the device memory once the copy that ``offload`` started is complete."""
+
+    def start(self, stream: Any = None) -> bool:
+        """Starts the copy back; returns False if there is nothing to copy."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the copy back, if one was started."""
+
+
+class SwapStorage(Protocol):
+    """Collects the tensors that one call swaps."""
+
+    def add(self, tensor: SwappedTensor) -> None:
+        """Takes over a tensor: its copies start when the storage says so, not when it is saved."""
+
+
+class Activations(ABC):
+    """Recompute and swap."""
+
+    @property
+    @abstractmethod
+    def checkpoint(self) -> Callable[..., Any]:
+        """Returns the framework's recompute function."""
+
+    @property
+    @abstractmethod
+    def noop_context_fn(self) -> Callable[[], tuple[Any, Any]]:
+        """Returns a function that makes the two contexts of a recompute that do nothing."""
+
+    @abstractmethod
+    def ckpt_wrapper(
+        self,
+        module: Any,
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **checkpoint_fn_kwargs: Any,
+    ) -> Any:
+        """Returns a module that runs ``module`` under recompute, with the same state_dict keys."""
+
+    @abstractmethod
+    def swap_wrapper(
+        self,
+        module: Any,
+        policy_fn: Callable[[Any], bool] | None = None,
+        swap_fn: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Returns a module that keeps its saved activations in host memory until backward, with the same keys.
+
+        ``swap_fn(function, *args, **kwargs)`` runs the module's function in place of the default, and decides itself.
+        """
+
+    @abstractmethod
+    def create_selective_checkpoint_contexts(
+        self,
+        policy_fn_or_list: Any,
+        allow_cache_entry_mutation: bool = False,
+        storage: SwapStorage | None = None,
+    ) -> tuple[Any, Any]:
+        """Returns the contexts of a recompute by operator: from a policy function or a list of operators to save.
+
+        ``storage`` takes over the outputs that the policy swaps; without one their copies start at once.
+        """
+
+    @abstractmethod
+    def async_save_on_cpu(
+        self,
+        policy_fn: Callable[[Any], bool] | None = None,
+        storage: SwapStorage | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Moves saved tensors to host memory within a context, and prefetches them in backward.
+
+        ``storage`` takes over the tensors; without one their copies start at once.
+        """
