@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -99,9 +99,11 @@ class Activations(ABC):
     def async_save_on_cpu(
         self,
         policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
         storage: SwapStorage | None = None,
     ) -> AbstractContextManager[Any]:
         """Moves saved tensors to host memory within a context, and prefetches them in backward.
 
-        ``storage`` takes over the tensors; without one their copies start at once.
+        What shares memory with ``spared`` stays on the device. ``storage`` takes over the tensors; without one their
+        copies start at once.
         """

@@ -43,6 +43,10 @@ class Modules(Tensors):
     def get_cells_and_names(self, cell: Any) -> Iterable[tuple[str, Any]]:
         return cell.cells_and_names()
 
+    def own_modules(self, module: Any) -> list[tuple[str, Any]]:
+        cells = private.own_cells(module).items()
+        return [(name, child) for name, child in cells if child is not None]
+
     def replace_submodule(self, parent: Any, name: str, module: Any) -> None:
         # Not by parent[name] = module, which renames the parameters as if they had no names yet.
         cells = private.own_cells(parent)

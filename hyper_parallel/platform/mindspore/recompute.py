@@ -7,7 +7,7 @@ block = platform.ckpt_wrapper(block, context_fn=lambda: platform.create_selectiv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -103,10 +103,11 @@ class Recompute(Platform):
     def async_save_on_cpu(
         self,
         policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
         storage: SwapStorage | None = None,
     ) -> SwapToHost:
         """Untested on hardware: copies from and to an accelerator."""
-        return SwapToHost(policy_fn, storage=storage)
+        return SwapToHost(policy_fn, spared, storage=storage)
 
 
 def noop_context_fn() -> tuple[
@@ -122,6 +123,8 @@ def checkpoint(
     use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:

@@ -72,10 +72,11 @@ class Recompute(Platform):
     def async_save_on_cpu(
         self,
         policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
         storage: SwapStorage | None = None,
     ) -> SwapToHost:
         """Untested on hardware: copies on a side stream, into pinned memory."""
-        return _swap_to_host(policy_fn, storage=storage)
+        return _swap_to_host(policy_fn, spared, storage)
 
 
 class Wrapper(nn.Module):
