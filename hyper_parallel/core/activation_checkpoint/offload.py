@@ -87,7 +87,7 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
 
 
 def _inputs_without_gradient(tree: Any) -> list[Any]:
-    """The inputs that nobody computed: batches, masks, tables. Their owner keeps them, so that swapping frees nothing."""
+    """The inputs that nobody computed (batches, masks, tables): their owner keeps them, so swapping frees nothing."""
     inputs: list[Any] = []
 
     def note(tensor: Any) -> Any:

@@ -123,6 +123,19 @@ def device_context() -> Any:
     return _name("mindspore.common.device", "DeviceCtx")
 
 
+# --- recompute
+
+
+def forward_hooks_of_recompute() -> Any:
+    """The class of the hooks that keep places for what a recomputed function saves."""
+    return _name("mindspore.common.recompute", "_CreatePlaceholderHook")
+
+
+def hooks_of_recompute() -> Any:
+    """The class of the hooks that fill these places when the function runs again."""
+    return _name("mindspore.common.recompute", "_RecomputationHook")
+
+
 # --- modules
 
 

@@ -18,6 +18,7 @@ from hyper_parallel.platform.contract.activations import SwapStorage
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.cpu import randomness
+from hyper_parallel.platform.mindspore.determinism import Determinism
 from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
 from hyper_parallel.platform.platform import Platform
@@ -141,24 +142,37 @@ def checkpoint(
             "under value_and_grad alone; use_reentrant must be False",
         )
 
+    if debug:
+        raise coded(
+            ValueError,
+            "HP136",
+            "checkpoint: debug=True lists the operators of both runs, which MindSpore does not report; leave it out",
+        )
+    determinism = Determinism() if determinism_check != "none" else None
+
     def contexts() -> tuple[Any, Any]:
         first, again = context_fn()
-        return _Run(first, None), _Run(
-            again, randomness.state() if preserve_rng_state else None
-        )
+        state = randomness.state() if preserve_rng_state else None
+        return _Run(first, None, None), _Run(again, state, determinism)
 
     options = {"use_reentrant": False, "early_stop": early_stop, "context_fn": contexts}
-    return mindspore.recompute(watching(function), *args, **options, **kwargs)
+    with nullcontext() if determinism is None else determinism.watching():
+        return mindspore.recompute(watching(function), *args, **options, **kwargs)
 
 
 class _Run:
     """The user's context of a run, with random numbers from where they stood; every backward enters its own anew."""
 
-    def __init__(self, context: Any, state: Any) -> None:
+    def __init__(
+        self, context: Any, state: Any, determinism: Determinism | None
+    ) -> None:
         self._context, self._state = context, state
+        self._determinism = determinism
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
+        if self._determinism is not None:
+            self._determinism.begin()
         with ExitStack() as stack:
             stack.enter_context(randomness.replayable())
             if self._state is not None:
@@ -168,7 +182,10 @@ class _Run:
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> Any:
-        return self._entered.pop().__exit__(*error)
+        suppresses = self._entered.pop().__exit__(*error)
+        if self._determinism is not None and error[0] is None:
+            self._determinism.end()
+        return suppresses
 
 
 def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:
