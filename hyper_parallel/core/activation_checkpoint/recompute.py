@@ -132,20 +132,20 @@ class _State(threading.local):
 _STATE = _State()
 
 
-class _Recomputing:
-    """The user's context of the second run, in which ``is_recomputing`` is true; each backward enters it anew."""
+class _Repeated:
+    """A call that knows whether it runs for the first time or again."""
 
-    def __init__(self, inner: AbstractContextManager[Any]) -> None:
-        self._inner = inner
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._has_run = False
 
-    def __enter__(self) -> Any:
-        entered = self._inner.__enter__()
-        _STATE.depth += 1
-        return entered
-
-    def __exit__(self, *error: Any) -> Any:
-        _STATE.depth -= 1
-        return self._inner.__exit__(*error)
+    def __call__(self, *values: Any) -> Any:
+        again, self._has_run = self._has_run, True
+        _STATE.depth += again
+        try:
+            return self._call(*values)
+        finally:
+            _STATE.depth -= again
 
 
 def _read_options(caller: str, given: Mapping[str, Any]) -> Options:
@@ -200,14 +200,16 @@ def _run(
     call = functools.partial(_call_by_position, function, tuple(kwargs))
     swapping: AbstractContextManager[Any] = nullcontext()
     if options.swap_inputs:
-        call, values = _take_tensors_out(call, values)
+        call, values = _take_tensors_out(call, values, platform.tree_map)
         swapping = swap_inputs_of(values)
+    elif any(isinstance(value, platform.DTensorBase) for value in values):
+        call, values = _take_tensors_out(call, values, _map_tuple)
     with swapping:
         return platform.checkpoint(
-            call,
+            _Repeated(call),
             *values,
             use_reentrant=False,
-            context_fn=functools.partial(_make_contexts, options),
+            context_fn=_choose_contexts(options),
             preserve_rng_state=options.preserve_rng_state,
             determinism_check=options.determinism_check,
             debug=options.debug,
@@ -215,14 +217,12 @@ def _run(
         )
 
 
-def _make_contexts(options: Options) -> tuple[Any, Any]:
+def _choose_contexts(options: Options) -> Callable[[], tuple[Any, Any]]:
     if options.policy_fn is not None:
-        first, again = create_selective_checkpoint_contexts(options.policy_fn)
-    elif options.context_fn is not None:
-        first, again = options.context_fn()
-    else:
-        first, again = platform.noop_context_fn()
-    return first, _Recomputing(again)
+        return functools.partial(
+            create_selective_checkpoint_contexts, options.policy_fn
+        )
+    return options.context_fn or platform.noop_context_fn
 
 
 def _call_by_position(
@@ -247,27 +247,39 @@ class _Slot:
         self.index = index
 
 
+def _map_tuple(function: Callable[[Any], Any], values: tuple[Any, ...]) -> Any:
+    """As tree_map, but containers among the values are leaves, so that the function gets the caller's own."""
+    return tuple(map(function, values))
+
+
 def _take_tensors_out(
-    call: Callable[..., Any], values: Sequence[Any]
+    call: Callable[..., Any], values: tuple[Any, ...], map_values: Callable[..., Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a call that takes every tensor of nested arguments by itself, and these tensors.
+    """Returns a call that takes the plain tensors among its arguments by themselves, and these tensors.
 
     The recompute saves the tensors that it gets directly, where they can be swapped; it holds on to anything else.
+    Distributed tensors are held: hooks on saved tensors, such as those of a swap around this, cannot see their data.
     """
     tensors: list[Any] = []
 
     def take_out(leaf: Any) -> Any:
-        if not platform.is_tensor(leaf):
+        if not platform.is_tensor(leaf) or isinstance(leaf, platform.DTensorBase):
             return leaf
         tensors.append(leaf)
         return _Slot(len(tensors) - 1)
 
-    tree = platform.tree_map(take_out, tuple(values))
-    return functools.partial(_call_with_tensors, call, tree), tuple(tensors)
+    tree = map_values(take_out, values)
+    taken = functools.partial(_call_with_tensors, call, tree, map_values)
+    return taken, tuple(tensors)
 
 
-def _call_with_tensors(call: Callable[..., Any], tree: Any, *tensors: Any) -> Any:
+def _call_with_tensors(
+    call: Callable[..., Any],
+    tree: tuple[Any, ...],
+    map_values: Callable[..., Any],
+    *tensors: Any,
+) -> Any:
     def put_back(leaf: Any) -> Any:
         return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
 
-    return call(*platform.tree_map(put_back, tree))
+    return call(*map_values(put_back, tree))
