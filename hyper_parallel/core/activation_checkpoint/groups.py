@@ -23,8 +23,8 @@ from typing import Any
 
 from hyper_parallel.core.modules.boundary import attach
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.contract.activations import SwappedTensor
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.swap_storage import SwappedTensor
 
 platform = get_platform()
 

@@ -13,7 +13,10 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.swap_storage import SwapStorage
 
 
 class CheckpointPolicy(enum.Enum):
@@ -24,29 +27,6 @@ class CheckpointPolicy(enum.Enum):
     MUST_RECOMPUTE = "must_recompute"
     PREFER_RECOMPUTE = "prefer_recompute"
     MUST_SWAP = "must_swap"
-
-
-class SwappedTensor(Protocol):
-    """One saved tensor whose owner decides when it moves; whatever the order of the calls, backward gets its values."""
-
-    def offload(self, stream: Any = None) -> None:
-        """Starts the copy to host memory; on the given stream, if the device has streams."""
-
-    def release(self) -> None:
-        """Frees the device memory once the copy that ``offload`` started is complete."""
-
-    def start(self, stream: Any = None) -> bool:
-        """Starts the copy back; returns False if there is nothing to copy."""
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the copy back, if one was started."""
-
-
-class SwapStorage(Protocol):
-    """Collects the tensors that one call swaps."""
-
-    def add(self, tensor: SwappedTensor) -> None:
-        """Takes over a tensor: its copies start when the storage says so, not when it is saved."""
 
 
 class Activations(ABC):

@@ -14,7 +14,6 @@ from typing import Any
 import mindspore
 from mindspore import nn
 
-from hyper_parallel.platform.contract.activations import SwapStorage
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.cpu import randomness
@@ -22,6 +21,7 @@ from hyper_parallel.platform.mindspore.determinism import Determinism
 from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
 from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.swap_storage import SwapStorage
 
 
 class Recompute(Platform):

@@ -24,13 +24,13 @@ import mindspore
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.containers import leaves, tree_map
-from hyper_parallel.platform.contract.activations import SwapStorage
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, plain_fallback
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, op_name_of
 from hyper_parallel.platform.mindspore.swap import HostCopy, mark_of, memory_address
 from hyper_parallel.platform.platform import CheckpointPolicy
+from hyper_parallel.platform.swap_storage import SwapStorage
 
 _CALL = "create_selective_checkpoint_contexts"
 # What a policy may return, and what is done: there is no one to overrule a preference.

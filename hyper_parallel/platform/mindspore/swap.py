@@ -16,9 +16,9 @@ import mindspore
 import numpy as np
 from mindspore import ops
 
-from hyper_parallel.platform.contract.activations import SwapStorage
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore.tensors import host_memory
+from hyper_parallel.platform.swap_storage import SwapStorage
 
 PREFETCH_DEPTH = 2
 

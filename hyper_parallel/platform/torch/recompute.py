@@ -19,7 +19,7 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.contract.activations import SwapStorage
+    from hyper_parallel.platform.swap_storage import SwapStorage
     from hyper_parallel.platform.torch.swap import SwapToHost
 
 INNER = "_wrapped_module"

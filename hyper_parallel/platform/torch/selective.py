@@ -23,7 +23,7 @@ from hyper_parallel.platform.platform import CheckpointPolicy
 from hyper_parallel.platform.torch.swap import HostCopy, Kept, Swapped, flat_elements
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.contract.activations import SwapStorage
+    from hyper_parallel.platform.swap_storage import SwapStorage
 
 _OURS, _TORCHS = CheckpointPolicy, torch_checkpoint.CheckpointPolicy
 # What a policy may return, and what is done: eager mode has no one to overrule a preference.

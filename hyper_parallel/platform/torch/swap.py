@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from hyper_parallel.platform.error_codes import coded
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.contract.activations import SwapStorage
+    from hyper_parallel.platform.swap_storage import SwapStorage
 
 PREFETCH_DEPTH = 2
 
