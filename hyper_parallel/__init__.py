@@ -30,6 +30,10 @@ from hyper_parallel.platform import (
 )
 
 if TYPE_CHECKING:
+    from hyper_parallel.core.activation_checkpoint import (
+        checkpoint_wrapper,
+        swap_wrapper,
+    )
     from hyper_parallel.core.data_parallel import (
         local_batch,
         replicate,
@@ -106,6 +110,7 @@ __all__ = [
     "StridedShard",
     "ZigzagShard",
     "async_save",
+    "checkpoint_wrapper",
     "distribute_module",
     "distribute_tensor",
     "explicit",
@@ -125,11 +130,13 @@ __all__ = [
     "same_everywhere",
     "save",
     "strict",
+    "swap_wrapper",
     "verify",
 ]
 
 # Names that need a framework: asking for one chooses the framework and imports it.
 _HOMES = {
+    "core.activation_checkpoint": ("checkpoint_wrapper", "swap_wrapper"),
     "core.data_parallel": ("local_batch", "replicate", "same_everywhere"),
     "core.distributed_checkpoint": ("async_save", "load", "save"),
     "core.dtensor.dtensor": ("DTensor", "distribute_module", "distribute_tensor"),

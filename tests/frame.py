@@ -139,6 +139,11 @@ def sequential(*modules):
     return (torch.nn.Sequential if IS_TORCH else mindspore.nn.SequentialCell)(*modules)
 
 
+def module_list(modules):
+    """Modules that their owner runs."""
+    return (torch.nn.ModuleList if IS_TORCH else mindspore.nn.CellList)(modules)
+
+
 def state(module):
     """A module's state dict as arrays."""
     return {

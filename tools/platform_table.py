@@ -26,6 +26,7 @@ PARTS = (
     "devices",
     "memory",
     "native",
+    "activations",
     "external",
 )
 BACKENDS = {

@@ -29,6 +29,7 @@ MODULES: dict[str, str | None] = {
     "hyper_parallel.core.dtensor.redistribution": "Plan Step plan",
     "hyper_parallel.core.dtensor.interop": "from_native mesh_from_native mesh_to_native to_native",
     "hyper_parallel.core.tensor_parallel": None,
+    "hyper_parallel.core.activation_checkpoint": None,
     "hyper_parallel.core.shard": None,
     "hyper_parallel.core.shard.custom_shard": "custom_shard",
     "hyper_parallel.core.distributed_checkpoint": None,

@@ -134,6 +134,7 @@ def on_rank(
     """The report of one rank."""
     path, overrides, step, tolerance = arguments
     from hyper_parallel.recipe import read_recipe
+    from hyper_parallel.recipe.activations import keep_all_activations
     from hyper_parallel.recipe.build import build
     from hyper_parallel.verification.api import compare, mesh_of
     from hyper_parallel.verification.step import Task
@@ -141,7 +142,7 @@ def on_rank(
     recipe, mesh = read_recipe(path, overrides), mesh_of(axes)
 
     def plain() -> Task:
-        job = build(recipe, None)
+        job = build(keep_all_activations(recipe), None)
         return Task(job.model, job.batch(step, whole=True), job.loss)
 
     def parallel() -> Task:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from hyper_parallel.platform.checks import REDUCE_OPS
 from hyper_parallel.platform.contract import PlatformType
+from hyper_parallel.platform.contract.activations import Activations, CheckpointPolicy
 from hyper_parallel.platform.contract.autograd import Autograd
 from hyper_parallel.platform.contract.collectives import (
     HYPER_PARALLEL_CHECK,
@@ -24,7 +25,7 @@ from hyper_parallel.platform.contract.collectives import (
 )
 from hyper_parallel.platform.contract.devices import Devices
 from hyper_parallel.platform.contract.differentiable import DifferentiableCollectives
-from hyper_parallel.platform.contract.external import CheckpointPolicy, External
+from hyper_parallel.platform.contract.external import External
 from hyper_parallel.platform.contract.memory import Memory
 from hyper_parallel.platform.contract.modules import Modules, Projection
 from hyper_parallel.platform.contract.native import Native, NativeMesh, NativeTensor
@@ -68,6 +69,7 @@ class Platform(
     Devices,
     Memory,
     Native,
+    Activations,
     External,
     Tensors,
 ):

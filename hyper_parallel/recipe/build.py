@@ -36,6 +36,7 @@ from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
+from hyper_parallel.recipe.activations import apply_to_activations
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.roles import ROLES, find_rows, put_on_mesh
@@ -108,6 +109,7 @@ def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
             {"model": ModelState(model)},
             checkpoint_id=recipe.input_path(recipe.model.start),
         )
+    apply_to_activations(recipe, model)
     return Job(model, mesh, _corpus(recipe, *place))
 
 

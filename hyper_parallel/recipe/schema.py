@@ -158,6 +158,24 @@ class Plan(Part):
     )
 
 
+class Recompute(Part):
+    """Which activations backward computes again."""
+
+    mode: Literal["none", "full", "selective"] = Field(
+        default="none",
+        description="`none`, `full`, or `selective`: all but matrix products and attention; "
+        "`recompute: full` is short for this key",
+    )
+    modules: tuple[str, ...] | None = Field(
+        default=None,
+        description="patterns of module names; null: the repeated blocks, the largest list of modules",
+    )
+
+
+def _by_mode(value: Any) -> Any:
+    return {"mode": value} if isinstance(value, str) else value
+
+
 class Optimizer(Part):
     """How parameters follow gradients. Only matrices decay."""
 
@@ -270,6 +288,11 @@ class Recipe(Part):
     data: Data = Field(description="")
     mesh: Mesh = Mesh()
     plan: Plan = Plan()
+    recompute: Annotated[Recompute, BeforeValidator(_by_mode)] = Recompute()
+    swap: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of modules whose activations wait in host memory for backward; saves none on a CPU",
+    )
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

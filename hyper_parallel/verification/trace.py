@@ -79,7 +79,11 @@ class Trace:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Trace:
+        # A module that is wrapped for recompute shares its name with the wrapper, which comes first.
+        outermost: dict[str, Any] = {}
         for name, module in platform.get_cells_and_names(self._model):
+            outermost.setdefault(name, module)
+        for name, module in outermost.items():
             self._watch(name, module)
         return self
 

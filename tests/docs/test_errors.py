@@ -70,6 +70,7 @@ LAYERS = {
         "platform",
     ),  # a view is an operator of its base
     "4": (
+        "core.activation_checkpoint",
         "core.data_parallel",
         "core.fully_shard",
         "core.modules",
@@ -90,6 +91,7 @@ PUBLIC = (
     "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
     "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.data_parallel",
+    "core.activation_checkpoint",
     "core.modules", "core.tensor_parallel",
     "core.distributed_checkpoint", "ranks", "testing", "recipe", "verification",
 )  # fmt: skip

@@ -7,6 +7,7 @@ import inspect
 from guards.sources import PACKAGE, modules
 
 from hyper_parallel.platform.contract import (
+    activations,
     autograd,
     collectives,
     devices,
@@ -30,6 +31,7 @@ PARTS = [
     devices.Devices,
     memory.Memory,
     native.Native,
+    activations.Activations,
     external.External,
 ]
 

@@ -120,7 +120,8 @@ def attach(
     boundary = _boundary_of(module)
     if boundary is None:
         boundary = _Boundary()
-        setattr(module, _BOUNDARY, boundary)
+        # Not by setattr: a wrapper passes what it sets on to the module inside, which has a boundary of its own.
+        vars(module)[_BOUNDARY] = boundary
     boundary.add(module, attachment)
     return AttachmentHandle(module, attachment)
 

@@ -7,7 +7,6 @@ package begins to use moves to the part that it belongs to; ``tests/guards`` che
 
 from __future__ import annotations
 
-import enum
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,18 +20,8 @@ if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Platform
 
 
-class CheckpointPolicy(enum.Enum):
-    """What selective recompute does with an operator's output; MUST_SWAP keeps it in host memory until backward."""
-
-    MUST_SAVE = "must_save"
-    PREFER_SAVE = "prefer_save"
-    MUST_RECOMPUTE = "must_recompute"
-    PREFER_RECOMPUTE = "prefer_recompute"
-    MUST_SWAP = "must_swap"
-
-
 class External(Tensors):
-    """Groups, tensors, modules, recompute and streams for users' own code."""
+    """Groups, tensors, modules and streams for users' own code."""
 
     @abstractmethod
     def get_global_rank(self, group: Any, group_rank: int) -> int:
@@ -100,10 +89,6 @@ class External(Tensors):
     @abstractmethod
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
         """Returns ``x``; forward and backward each synchronize with the other thread at the coordinator."""
-
-    @abstractmethod
-    def get_op_name(self, func: Any) -> str:
-        """Returns an operator's name without namespace and overload: "add" for torch.add and aten.add.Tensor."""
 
     def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:
         """Casts ``x`` to ``dtype`` if it is a floating-point tensor, else returns ``x`` unchanged."""
@@ -207,43 +192,6 @@ class External(Tensors):
 
         platform = cast("Platform", self)
         return MicroBatch(platform, micro_batch_num, args_batch_dim, kwargs_batch_dim)
-
-    @property
-    @abstractmethod
-    def checkpoint(self) -> Callable[..., Any]:
-        """Returns the framework's recompute function."""
-
-    @property
-    @abstractmethod
-    def noop_context_fn(self) -> Callable[[], tuple[Any, Any]]:
-        """Returns a function that makes the two contexts of a recompute that do nothing."""
-
-    @abstractmethod
-    def ckpt_wrapper(
-        self,
-        module: Any,
-        checkpoint_fn: Callable[..., Any] | None = None,
-        **checkpoint_fn_kwargs: Any,
-    ) -> Any:
-        """Returns a module that runs ``module`` under recompute, with the same state_dict keys."""
-
-    @abstractmethod
-    def swap_wrapper(
-        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
-    ) -> Any:
-        """Returns a module that keeps its saved activations in host memory until backward, with the same keys."""
-
-    @abstractmethod
-    def create_selective_checkpoint_contexts(
-        self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
-    ) -> tuple[Any, Any]:
-        """Returns the contexts of a recompute by operator: from a policy function or a list of operators to save."""
-
-    @abstractmethod
-    def async_save_on_cpu(
-        self, policy_fn: Callable[[Any], bool] | None = None
-    ) -> AbstractContextManager[Any]:
-        """Moves saved tensors to host memory within a context, and prefetches them in backward."""
 
     @abstractmethod
     def new_stream(self) -> Any:

@@ -40,6 +40,18 @@ class Modules(ABC):
         """Returns every submodule with its dotted name, starting with the module itself as ""."""
 
     @abstractmethod
+    def own_modules(self, module: Any) -> list[tuple[str, Any]]:
+        """Returns the submodules of the module itself, without theirs; a shared one under each of its names."""
+
+    @abstractmethod
+    def replace_submodule(self, parent: Any, name: str, module: Any) -> None:
+        """Puts a module in the place of the submodule that ``parent`` itself has under this name."""
+
+    @abstractmethod
+    def is_module_list(self, module: Any) -> bool:
+        """Returns whether the module is a list of modules that its owner runs: ModuleList or CellList."""
+
+    @abstractmethod
     def parameters_dict(self, cell: Any) -> dict[str, Any]:
         """Returns every parameter by its dotted name."""
 

@@ -45,6 +45,10 @@ class Tensors(ABC):
         """Returns an operator's name in the rules and the names of its positional parameters."""
 
     @abstractmethod
+    def get_op_name(self, func: Any) -> str:
+        """Returns an operator's name without namespace and overload: "add" for torch.add and aten.add.Tensor."""
+
+    @abstractmethod
     def canonical_kwargs(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Renames keyword arguments to the names that the rules use."""
 

@@ -43,6 +43,22 @@ class Modules(Tensors):
     def get_cells_and_names(self, cell: Any) -> Iterable[tuple[str, Any]]:
         return cell.cells_and_names()
 
+    def own_modules(self, module: Any) -> list[tuple[str, Any]]:
+        cells = private.own_cells(module).items()
+        return [(name, child) for name, child in cells if child is not None]
+
+    def replace_submodule(self, parent: Any, name: str, module: Any) -> None:
+        # Not by parent[name] = module, which renames the parameters as if they had no names yet.
+        cells = private.own_cells(parent)
+        if name not in cells:
+            raise AttributeError(f"{type(parent).__name__} has no cell {name!r}")
+        cells[name] = module
+        if isinstance(parent, nn.SequentialCell):
+            parent.cell_list = list(cells.values())
+
+    def is_module_list(self, module: Any) -> bool:
+        return isinstance(module, nn.CellList)
+
     def parameters_dict(self, cell: Any) -> dict[str, Any]:
         return dict(cell.parameters_and_names())
 

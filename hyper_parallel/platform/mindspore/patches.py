@@ -15,6 +15,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
 from hyper_parallel.platform.mindspore import (
+    determinism,
     dtensor_base,
     module_hooks,
     optimizers,
@@ -25,6 +26,9 @@ from hyper_parallel.platform.mindspore.cpu import op_adapters, randomness
 from hyper_parallel.platform.patching import Patch
 
 _REPLAYED = "its kernel draws numbers that cannot be drawn again; recompute must"
+_DETERMINISM = (
+    "a recompute that saves other tensors than forward would feed them to backward"
+)
 _STEPS = "some optimizers would update a copy while operators are recorded, or nothing on a CPU"
 _NO_FALLBACK = (
     "it does not ask __fallback__, and would compute a plain tensor from shards"
@@ -56,6 +60,18 @@ def _patches() -> list[Patch]:
             "__call__",
             "MindSpore sets backward hooks on the wrapper of a DTensor; they belong on its shard",
             module_hooks.hook_shards,
+        ),
+        Patch(
+            private.forward_hooks_of_recompute(),
+            "__init__",
+            _DETERMINISM,
+            determinism.note_forward,
+        ),
+        Patch(
+            private.hooks_of_recompute(),
+            "__init__",
+            _DETERMINISM,
+            determinism.check_recompute,
         ),
         Patch(nn.Optimizer, "__call__", _STEPS, optimizers.unrecorded_step),
         Patch(optim.Optimizer, "__call__", _STEPS, optimizers.unrecorded_step),

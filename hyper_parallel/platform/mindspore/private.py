@@ -126,12 +126,30 @@ def device_context() -> Any:
     return _name("mindspore.common.device", "DeviceCtx")
 
 
+# --- recompute
+
+
+def forward_hooks_of_recompute() -> Any:
+    """The class of the hooks that keep places for what a recomputed function saves."""
+    return _name("mindspore.common.recompute", "_CreatePlaceholderHook")
+
+
+def hooks_of_recompute() -> Any:
+    """The class of the hooks that fill these places when the function runs again."""
+    return _name("mindspore.common.recompute", "_RecomputationHook")
+
+
 # --- modules
 
 
 def own_parameters(cell: Any) -> Any:
     """The parameters that a Cell has itself, by the names of its attributes, tied ones too."""
     return cell._params
+
+
+def own_cells(cell: Any) -> Any:
+    """The cells that a Cell has itself, by name."""
+    return cell._cells
 
 
 def own_buffers(cell: Any) -> Any:

@@ -7,7 +7,7 @@ block = platform.ckpt_wrapper(block, context_fn=lambda: platform.create_selectiv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -17,9 +17,11 @@ from mindspore import nn
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.cpu import randomness
+from hyper_parallel.platform.mindspore.determinism import Determinism
 from hyper_parallel.platform.mindspore.selective import selective_contexts, watching
 from hyper_parallel.platform.mindspore.swap import SwapToHost
 from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.swap_storage import SwapStorage
 
 
 class Recompute(Platform):
@@ -62,7 +64,10 @@ class Recompute(Platform):
         return _running("ckpt_wrapper", "Recomputed", module, run)
 
     def swap_wrapper(
-        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        module: Any,
+        policy_fn: Callable[[Any], bool] | None = None,
+        swap_fn: Callable[..., Any] | None = None,
     ) -> Any:
         """Untested on hardware: copies from and to an accelerator."""
         SwapToHost(policy_fn)  # a bad policy is refused here, not in the first forward
@@ -70,6 +75,8 @@ class Recompute(Platform):
         def run(
             cell: Any, construct: Callable[..., Any], args: Any, kwargs: Any
         ) -> Any:
+            if swap_fn is not None:
+                return swap_fn(construct, *args, **kwargs)
             with SwapToHost(
                 policy_fn, itertools.chain(cell.get_parameters(), cell.buffers())
             ):
@@ -78,7 +85,10 @@ class Recompute(Platform):
         return _running("swap_wrapper", "Swapped", module, run)
 
     def create_selective_checkpoint_contexts(
-        self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+        self,
+        policy_fn_or_list: Any,
+        allow_cache_entry_mutation: bool = False,
+        storage: SwapStorage | None = None,
     ) -> tuple[Any, Any]:
         """As torch's, with MUST_SWAP; views and in-place operators always run again.
 
@@ -87,13 +97,18 @@ class Recompute(Platform):
 
         Untested on hardware: MUST_SWAP's copies, and the changes that an accelerator counts.
         """
-        return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+        return selective_contexts(
+            policy_fn_or_list, allow_cache_entry_mutation, storage
+        )
 
     def async_save_on_cpu(
-        self, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
+        storage: SwapStorage | None = None,
     ) -> SwapToHost:
         """Untested on hardware: copies from and to an accelerator."""
-        return SwapToHost(policy_fn)
+        return SwapToHost(policy_fn, spared, storage=storage)
 
 
 def noop_context_fn() -> tuple[
@@ -109,6 +124,8 @@ def checkpoint(
     use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -125,24 +142,37 @@ def checkpoint(
             "under value_and_grad alone; use_reentrant must be False",
         )
 
+    if debug:
+        raise coded(
+            ValueError,
+            "HP136",
+            "checkpoint: debug=True lists the operators of both runs, which MindSpore does not report; leave it out",
+        )
+    determinism = Determinism() if determinism_check != "none" else None
+
     def contexts() -> tuple[Any, Any]:
         first, again = context_fn()
-        return _Run(first, None), _Run(
-            again, randomness.state() if preserve_rng_state else None
-        )
+        state = randomness.state() if preserve_rng_state else None
+        return _Run(first, None, None), _Run(again, state, determinism)
 
     options = {"use_reentrant": False, "early_stop": early_stop, "context_fn": contexts}
-    return mindspore.recompute(watching(function), *args, **options, **kwargs)
+    with nullcontext() if determinism is None else determinism.watching():
+        return mindspore.recompute(watching(function), *args, **options, **kwargs)
 
 
 class _Run:
     """The user's context of a run, with random numbers from where they stood; every backward enters its own anew."""
 
-    def __init__(self, context: Any, state: Any) -> None:
+    def __init__(
+        self, context: Any, state: Any, determinism: Determinism | None
+    ) -> None:
         self._context, self._state = context, state
+        self._determinism = determinism
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
+        if self._determinism is not None:
+            self._determinism.begin()
         with ExitStack() as stack:
             stack.enter_context(randomness.replayable())
             if self._state is not None:
@@ -152,7 +182,10 @@ class _Run:
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> Any:
-        return self._entered.pop().__exit__(*error)
+        suppresses = self._entered.pop().__exit__(*error)
+        if self._determinism is not None and error[0] is None:
+            self._determinism.end()
+        return suppresses
 
 
 def _running(call: str, what: str, module: Any, run: Callable[..., Any]) -> Any:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import functools
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mindspore
-import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.containers import leaves, tree_map
@@ -30,9 +28,9 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
 from hyper_parallel.platform.mindspore.dtensor_base import DTensorBase, plain_fallback
 from hyper_parallel.platform.mindspore.operators import NAMES, Operation, op_name_of
-from hyper_parallel.platform.mindspore.swap import HostCopy, memory_address
-from hyper_parallel.platform.mindspore.tensors import host_memory
+from hyper_parallel.platform.mindspore.swap import HostCopy, mark_of, memory_address
 from hyper_parallel.platform.platform import CheckpointPolicy
+from hyper_parallel.platform.swap_storage import SwapStorage
 
 _CALL = "create_selective_checkpoint_contexts"
 # What a policy may return, and what is done: there is no one to overrule a preference.
@@ -57,11 +55,14 @@ class PolicyContext(NamedTuple):
     op_output: Any
 
 
-def selective_contexts(policy_fn_or_list: Any, allow_mutation: bool) -> tuple[Any, Any]:
+def selective_contexts(
+    policy_fn_or_list: Any, allow_mutation: bool, storage: SwapStorage | None = None
+) -> tuple[Any, Any]:
     """The contexts of a forward that asks the policy and of a recompute that does what it said."""
     policy_fn = _as_policy(policy_fn_or_list)
     entries: list[_Entry] = []
-    return _Deciding(policy_fn, entries, allow_mutation), _Recomputing(entries)
+    deciding = _Deciding(policy_fn, entries, allow_mutation, storage)
+    return deciding, _Recomputing(entries)
 
 
 def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
@@ -230,13 +231,14 @@ class _Deciding:
     """Forward: asks the policy after every operator and keeps what it says."""
 
     def __init__(
-        self, policy_fn: Callable[..., Any], entries: list[_Entry], allow_mutation: bool
+        self,
+        policy_fn: Callable[..., Any],
+        entries: list[_Entry],
+        allow_mutation: bool,
+        storage: SwapStorage | None,
     ) -> None:
-        self._policy_fn, self._entries, self._allow_mutation = (
-            policy_fn,
-            entries,
-            allow_mutation,
-        )
+        self._policy_fn, self._entries = policy_fn, entries
+        self._allow_mutation, self._storage = allow_mutation, storage
         self._inside: Any = None
 
     def __enter__(self) -> _Deciding:
@@ -276,7 +278,7 @@ class _Deciding:
             ):
                 kept = None
             elif verdict is CheckpointPolicy.MUST_SWAP:
-                kept = [_InHostMemory(result) for result in results]
+                kept = [_InHostMemory(result, self._storage) for result in results]
             else:
                 kept = [_Kept(name, result, self._allow_mutation) for result in results]
             for tensor in saved:
@@ -307,10 +309,10 @@ class _Kept:
 
     def __init__(self, name: str, result: Any, allow_mutation: bool) -> None:
         self._name, self._tensor = name, ops.stop_gradient(result)
-        self._mark = None if allow_mutation else _mark(self._tensor)
+        self._mark = None if allow_mutation else mark_of(self._tensor)
 
     def take(self) -> Any:
-        if self._mark is not None and self._mark != _mark(self._tensor):
+        if self._mark is not None and self._mark != mark_of(self._tensor):
             raise coded(
                 RuntimeError,
                 "HP136",
@@ -321,22 +323,12 @@ class _Kept:
         return ops.stop_gradient(self._tensor)
 
 
-def _mark(tensor: Any) -> int:
-    memory = host_memory(tensor)
-    return (
-        int(tensor._version)
-        if memory is None
-        else zlib.crc32(np.ascontiguousarray(memory).data)
-    )
-
-
 class _InHostMemory:
     """A result in host memory."""
 
-    def __init__(self, result: Any) -> None:
-        self._copy = (
-            HostCopy(result, None) if result.numel() and not result.is_meta else None
-        )
+    def __init__(self, result: Any, storage: SwapStorage | None) -> None:
+        has_data = result.numel() and not result.is_meta
+        self._copy = HostCopy(result, None, storage) if has_data else None
         self._tensor = ops.stop_gradient(result) if self._copy is None else None
 
     def take(self) -> Any:

@@ -23,6 +23,13 @@ _TRANSPOSED_LINEAR = (
 )  # GPT-2's: its weight is (inputs, outputs)
 
 
+def _unwrap(module: Any) -> Any:
+    """The module itself: recompute and swap go by the wrapped module's names."""
+    while isinstance(module, Wrapper):
+        module = module.inner
+    return module
+
+
 class Modules(Tensors):
     """The part of the contract that is about modules and their parameters."""
 
@@ -31,6 +38,19 @@ class Modules(Tensors):
 
     def get_cells_and_names(self, cell: Any) -> Iterable[tuple[str, Any]]:
         return cell.named_modules()
+
+    def own_modules(self, module: Any) -> list[tuple[str, Any]]:
+        modules = _unwrap(module)._modules.items()
+        return [(name, child) for name, child in modules if child is not None]
+
+    def replace_submodule(self, parent: Any, name: str, module: Any) -> None:
+        parent = _unwrap(parent)
+        if name not in parent._modules:
+            raise AttributeError(f"{type(parent).__name__} has no module {name!r}")
+        parent._modules[name] = module
+
+    def is_module_list(self, module: Any) -> bool:
+        return isinstance(module, nn.ModuleList)
 
     def parameters_dict(self, cell: Any) -> dict[str, Any]:
         return dict(cell.named_parameters())
@@ -43,10 +63,7 @@ class Modules(Tensors):
             owner = cell.get_submodule(path)
         except AttributeError:
             return None
-        while isinstance(
-            owner, Wrapper
-        ):  # recompute and swap go by the wrapped module's names
-            owner = owner.inner
+        owner = _unwrap(owner)
         param = owner._parameters.get(name)
         return None if param is None else (owner, name, param)
 

@@ -19,6 +19,7 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Platform
 
 if TYPE_CHECKING:
+    from hyper_parallel.platform.swap_storage import SwapStorage
     from hyper_parallel.platform.torch.swap import SwapToHost
 
 INNER = "_wrapped_module"
@@ -44,13 +45,19 @@ class Recompute(Platform):
         return CheckpointWrapper(module, checkpoint_fn, **checkpoint_fn_kwargs)
 
     def swap_wrapper(
-        self, module: Any, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        module: Any,
+        policy_fn: Callable[[Any], bool] | None = None,
+        swap_fn: Callable[..., Any] | None = None,
     ) -> SwapWrapper:
         """Untested on hardware: copies on a side stream, into pinned memory."""
-        return SwapWrapper(module, policy_fn)
+        return SwapWrapper(module, policy_fn, swap_fn)
 
     def create_selective_checkpoint_contexts(
-        self, policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+        self,
+        policy_fn_or_list: Any,
+        allow_cache_entry_mutation: bool = False,
+        storage: SwapStorage | None = None,
     ) -> tuple[Any, Any]:
         """As torch's, with MUST_SWAP; in-place operators always run again, and saved draws keep their place.
 
@@ -58,13 +65,18 @@ class Recompute(Platform):
         """
         from hyper_parallel.platform.torch.selective import selective_contexts
 
-        return selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)
+        return selective_contexts(
+            policy_fn_or_list, allow_cache_entry_mutation, storage
+        )
 
     def async_save_on_cpu(
-        self, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        policy_fn: Callable[[Any], bool] | None = None,
+        spared: Iterable[Any] = (),
+        storage: SwapStorage | None = None,
     ) -> SwapToHost:
         """Untested on hardware: copies on a side stream, into pinned memory."""
-        return _swap_to_host(policy_fn)
+        return _swap_to_host(policy_fn, spared, storage)
 
 
 class Wrapper(nn.Module):
@@ -221,15 +233,20 @@ class SwapWrapper(Wrapper):
     """Runs the module with its saved activations in host memory; its parameters and buffers stay on the device."""
 
     def __init__(
-        self, module: nn.Module, policy_fn: Callable[[Any], bool] | None = None
+        self,
+        module: nn.Module,
+        policy_fn: Callable[[Any], bool] | None = None,
+        swap_fn: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(module)
-        _swap_to_host(
-            policy_fn
-        )  # a bad policy is refused here, not in the first forward
+        # A bad policy is refused here, not in the first forward.
+        _swap_to_host(policy_fn)
         self._policy_fn = policy_fn
+        self._swap_fn = swap_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._swap_fn is not None:
+            return self._swap_fn(self.inner, *args, **kwargs)
         with self._context():
             return self.inner(*args, **kwargs)
 
@@ -239,9 +256,11 @@ class SwapWrapper(Wrapper):
 
 
 def _swap_to_host(
-    policy_fn: Callable[[Any], bool] | None, kept: Iterable[Any] = ()
+    policy_fn: Callable[[Any], bool] | None,
+    kept: Iterable[Any] = (),
+    storage: SwapStorage | None = None,
 ) -> SwapToHost:
     # Imported here, so that choosing the platform stays light.
     from hyper_parallel.platform.torch.swap import SwapToHost
 
-    return SwapToHost(policy_fn, kept)
+    return SwapToHost(policy_fn, kept, storage=storage)

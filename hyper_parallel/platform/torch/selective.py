@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import CheckpointPolicy
 from hyper_parallel.platform.torch.swap import HostCopy, Kept, Swapped, flat_elements
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.swap_storage import SwapStorage
 
 _OURS, _TORCHS = CheckpointPolicy, torch_checkpoint.CheckpointPolicy
 # What a policy may return, and what is done: eager mode has no one to overrule a preference.
@@ -44,11 +47,13 @@ _AGAIN = object()  # the operator runs again in backward
 _TAKEN = object()  # its output has been handed out
 
 
-def selective_contexts(policy_fn_or_list: Any, allow_mutation: bool) -> tuple[Any, Any]:
+def selective_contexts(
+    policy_fn_or_list: Any, allow_mutation: bool, storage: SwapStorage | None = None
+) -> tuple[Any, Any]:
     """The contexts of a forward that asks the policy and of a recompute that does what it said."""
     policy_fn = _as_policy(policy_fn_or_list)
     entries: dict[Any, list[Any]] = defaultdict(list)
-    return _Deciding(policy_fn, entries), _Recomputing(entries, allow_mutation)
+    return _Deciding(policy_fn, entries, storage), _Recomputing(entries, allow_mutation)
 
 
 def _as_policy(policy_fn_or_list: Any) -> Callable[..., Any]:
@@ -99,10 +104,10 @@ def _verdict(func: Any, returned: Any) -> CheckpointPolicy:
 class _Entry:
     """An operator's output, kept or swapped, and the jump that the operator made in the random numbers, if it drew."""
 
-    def __init__(self, out: Any, *, swap: bool, jump: Any) -> None:
-        self._tree = pytree.tree_map_only(
-            torch.Tensor, _swapped if swap else Kept.of, out
-        )
+    def __init__(
+        self, out: Any, hold: Callable[[torch.Tensor], Kept | Swapped], jump: Any
+    ) -> None:
+        self._tree = pytree.tree_map_only(torch.Tensor, hold, out)
         self._jump = jump
 
     def take(self, allow_mutation: bool) -> Any:
@@ -119,7 +124,7 @@ class _Entry:
         )
 
 
-def _swapped(tensor: torch.Tensor) -> Swapped | Kept:
+def _swapped(storage: SwapStorage | None, tensor: torch.Tensor) -> Swapped | Kept:
     if (
         type(tensor) is not torch.Tensor
         or tensor.layout != torch.strided
@@ -128,18 +133,24 @@ def _swapped(tensor: torch.Tensor) -> Swapped | Kept:
     ):
         return Kept.of(tensor)
     elements, stride, _ = flat_elements(tensor)
-    return Swapped(HostCopy(elements), tensor.size(), stride)
+    original = None if storage is None else Kept.of(tensor)
+    copy = HostCopy(elements, storage=storage, original=original)
+    return Swapped(copy, tensor.size(), stride)
 
 
 class _Deciding(TorchDispatchMode):
     """Forward: asks the policy after every operator and keeps what it says."""
 
     def __init__(
-        self, policy_fn: Callable[..., Any], entries: dict[Any, list[Any]]
+        self,
+        policy_fn: Callable[..., Any],
+        entries: dict[Any, list[Any]],
+        storage: SwapStorage | None,
     ) -> None:
         super().__init__()
         self._policy_fn = policy_fn
         self._entries = entries
+        self._swapped = functools.partial(_swapped, storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -156,8 +167,8 @@ class _Deciding(TorchDispatchMode):
         self._entries[func].append(self._entry(func, verdict, args, kwargs, out, draws))
         return out
 
-    @staticmethod
     def _entry(
+        self,
         func: Any,
         verdict: CheckpointPolicy,
         args: Any,
@@ -174,7 +185,8 @@ class _Deciding(TorchDispatchMode):
         swap = verdict is _OURS.MUST_SWAP
         if swap and _share_memory(out, (args, kwargs)):
             return _AGAIN
-        return _Entry(out, swap=swap, jump=draws.jump() if draws is not None else None)
+        jump = None if draws is None else draws.jump()
+        return _Entry(out, self._swapped if swap else Kept.of, jump)
 
 
 def _share_memory(left: Any, right: Any) -> bool:

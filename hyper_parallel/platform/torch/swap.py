@@ -12,12 +12,15 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from hyper_parallel.platform.error_codes import coded
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.swap_storage import SwapStorage
 
 PREFETCH_DEPTH = 2
 
@@ -47,26 +50,57 @@ class HostCopy:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, family: TensorWeakRef | None = None
+        self,
+        tensor: torch.Tensor,
+        family: TensorWeakRef | None = None,
+        storage: SwapStorage | None = None,
+        original: Kept | None = None,
     ) -> None:
+        """Copies at once; with a storage, when that says so, and ``original`` watches over the tensor until then."""
         self.family = family
         self.before: weakref.ref[HostCopy] | None = None
         self.taken_in: int | None = None  # the run of backward that last took it
         self._device = tensor.device
         self._streams = streams_of(tensor.device)
         self._arriving: tuple[torch.Tensor, Any] | None = None
-        self._host = self._out(tensor.detach())
+        self._host: torch.Tensor | None = None
+        self._side: Any = None  # the stream of the way out
+        # On the device until it is released; whoever has a storage keeps it alive for its copies.
+        self._present: torch.Tensor | None = tensor.detach()
+        self._original, self._storage = original, storage
+        self.nbytes = tensor.nbytes
+        if storage is None:
+            self.offload()
+            self.release()
+        else:
+            storage.add(self)
 
-    @property
-    def nbytes(self) -> int:
-        return self._host.nbytes
+    def offload(self, stream: Any = None) -> None:
+        """Starts the way out; does nothing if it was started before."""
+        if self._host is None:
+            self._host = self._out(self._take_present(), stream)
 
-    def start(self) -> bool:
+    def release(self) -> None:
+        """Lets go of the tensor on the device, whose memory stays until the way out has ended."""
+        if self._host is not None:
+            self._present = self._original = None
+
+    def start(self, stream: Any = None) -> bool:
         """Starts the way back; False if it was started before and nothing has changed the result since."""
-        return self._start()[1]
+        if self._present is not None:
+            return False
+        return self._start(stream)[1]
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the way back, if it was started."""
+        arriving = self._arriving
+        if arriving is not None and arriving[1] is not None:
+            self._streams.current_stream(self._device).wait_event(arriving[1])
 
     def take(self) -> torch.Tensor:
         """The tensor on its device, for the current stream to use."""
+        if self._present is not None:
+            return self._take_present()
         (tensor, event), _ = self._start()
         self.taken_in = torch._C._current_graph_task_id()
         if event is not None:
@@ -77,23 +111,30 @@ class HostCopy:
             )  # its memory belongs to the side stream and must outlive this use
         return tensor
 
-    def _start(self) -> tuple[tuple[torch.Tensor, Any], bool]:
+    def _take_present(self) -> torch.Tensor:
+        """The tensor on the device; raises if it was modified since it was saved."""
+        assert self._present is not None
+        if self._original is not None:
+            self._original.take()
+        return self._present
+
+    def _start(self, stream: Any = None) -> tuple[tuple[torch.Tensor, Any], bool]:
         arriving = self._arriving  # read once: another thread of backward may forget it
         if arriving is not None and arriving[0]._version == 0:
             return arriving, False
-        self._arriving = arriving = self._back()
+        self._arriving = arriving = self._back(stream)
         return arriving, True
 
     def forget(self) -> None:
         """Drops what came back; the host copy stays."""
         self._arriving = None
 
-    def _out(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _out(self, tensor: torch.Tensor, stream: Any) -> torch.Tensor:
         if self._streams is None:
             return tensor.to(
                 "cpu", copy=True
             )  # also from a CPU: the original must be free to go
-        side = _side_stream(self._device)
+        self._side = side = stream or _side_stream(self._device)
         side.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(side):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -101,11 +142,14 @@ class HostCopy:
         tensor.record_stream(side)  # the caller may drop it before the copy has run
         return host
 
-    def _back(self) -> tuple[torch.Tensor, Any]:
+    def _back(self, stream: Any) -> tuple[torch.Tensor, Any]:
+        assert self._host is not None
         # .data: an alias whose version starts at 0, so that a change by a careless backward is seen.
         if self._streams is None:
             return self._host.to(self._device, copy=True).data, None
-        side = _side_stream(self._device)
+        side = stream or self._side
+        if side is not self._side:
+            side.wait_stream(self._side)  # the way out may still run there
         event = self._streams.Event()
         with self._streams.stream(side):
             tensor = torch.empty_like(self._host, device=self._device, pin_memory=False)
@@ -166,6 +210,7 @@ class SwapToHost:
         policy_fn: Callable[[Any], bool] | None = None,
         spared: Iterable[torch.Tensor] = (),
         depth: int = PREFETCH_DEPTH,
+        storage: SwapStorage | None = None,
     ) -> None:
         if policy_fn is not None and not callable(policy_fn):
             raise coded(
@@ -179,6 +224,7 @@ class SwapToHost:
         self._policy_fn = policy_fn
         self._spared = {pointer for tensor in spared if (pointer := _memory(tensor))}
         self._depth = depth
+        self._storage = storage
         self._copies: weakref.WeakValueDictionary[tuple[Any, ...], HostCopy] = (
             weakref.WeakValueDictionary()
         )
@@ -233,7 +279,8 @@ class SwapToHost:
         )
         copy = self._copies.get(key) if shareable else None
         if copy is None or copy.family is None or copy.family() is not family:
-            copy = HostCopy(elements, TensorWeakRef(family))
+            original = None if self._storage is None else Kept.of(tensor)
+            copy = HostCopy(elements, TensorWeakRef(family), self._storage, original)
             copy.before, self._last = self._last, weakref.ref(copy)
             self.swapped_tensors += 1
             self.swapped_bytes += copy.nbytes
