@@ -29,6 +29,7 @@ MODULES: dict[str, str | None] = {
     "hyper_parallel.core.dtensor.redistribution": "Plan Step plan",
     "hyper_parallel.core.dtensor.interop": "from_native mesh_from_native mesh_to_native to_native",
     "hyper_parallel.core.tensor_parallel": None,
+    "hyper_parallel.core.fully_shard": None,
     "hyper_parallel.core.activation_checkpoint": None,
     "hyper_parallel.core.shard": None,
     "hyper_parallel.core.shard.custom_shard": "custom_shard",
@@ -93,16 +94,21 @@ class Entry:
 def entries() -> dict[str, list[Entry]]:
     """Module -> its names, each under the first module that has it."""
     os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
-    known: set[int] = set()
+    known: dict[int, tuple[str, str]] = {}  # the module and the name
     found: dict[str, list[Entry]] = {}
     for module, names in MODULES.items():
         found[module] = []
         imported = importlib.import_module(module)
         for name in names.split() if names else sorted(imported.__all__):
             value = getattr(imported, name)
-            if id(value) not in known and callable(value):
-                known.add(id(value))
+            if not callable(value):
+                continue
+            home, first = known.setdefault(id(value), (module, name))
+            if name == first and home == module:
                 found[module].append(entry(name, value))
+            elif home == module:
+                alias = Entry(name, f"{name}", f"Another name of `{first}`.")
+                found[module].append(alias)
     return found
 
 

@@ -91,7 +91,7 @@ PUBLIC = (
     "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
     "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.data_parallel",
-    "core.activation_checkpoint",
+    "core.activation_checkpoint", "core.fully_shard",
     "core.modules", "core.tensor_parallel",
     "core.distributed_checkpoint", "ranks", "testing", "recipe", "verification",
 )  # fmt: skip
