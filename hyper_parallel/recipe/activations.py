@@ -39,10 +39,10 @@ def apply_to_activations(recipe: Recipe, model: Any) -> None:
     if recompute.mode != "none":
         policy = save_products if recompute.mode == "selective" else None
         wrap = functools.partial(checkpoint_wrapper, policy_fn=policy)
-        chosen = _choose(recipe, model, "recompute.modules", recompute.modules)
+        chosen = choose_modules(recipe, model, "recompute.modules", recompute.modules)
         _wrap(model, chosen, wrap)
     if recipe.swap:
-        _wrap(model, _choose(recipe, model, "swap", recipe.swap), swap_wrapper)
+        _wrap(model, choose_modules(recipe, model, "swap", recipe.swap), swap_wrapper)
 
 
 def keep_all_activations(recipe: Recipe) -> Recipe:
@@ -79,7 +79,7 @@ def _count_elements(module: Any) -> int:
     return sum(math.prod(parameter.shape) for parameter in parameters)
 
 
-def _choose(
+def choose_modules(
     recipe: Recipe, model: Any, key: str, patterns: Iterable[str] | None
 ) -> Collection[str]:
     """The names of modules that the patterns match, or of the repeated blocks."""
@@ -88,7 +88,7 @@ def _choose(
         blocks = find_blocks(model)
         if blocks:
             return blocks
-        message = "the model has no list of modules; say which modules to recompute"
+        message = "the model has no list of modules; name the modules"
         raise RecipeError(recipe.path, [Problem(key, message)])
     patterns = tuple(patterns)
     lost = [

@@ -36,10 +36,16 @@ from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
-from hyper_parallel.recipe.activations import apply_to_activations
+from hyper_parallel.recipe.activations import apply_to_activations, choose_modules
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
-from hyper_parallel.recipe.roles import ROLES, find_rows, put_on_mesh
+from hyper_parallel.recipe.roles import (
+    ROLES,
+    Placing,
+    find_rows,
+    put_on_mesh,
+    shard_state,
+)
 from hyper_parallel.recipe.schema import Recipe, Style
 
 platform = get_platform()
@@ -99,7 +105,7 @@ class Job:
 def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
     """The model, drawn from the recipe's seed, on a mesh with the recipe's axes, or as one process, and its data."""
     platform.manual_seed(recipe.seed)  # the same numbers on every rank
-    model = platform.prepare_module(_model(recipe), recipe.precision)
+    model = platform.prepare_module(_model(recipe), recipe.precision.parameters)
     place = (0, 1)
     if mesh is not None:
         _put_on_mesh(recipe, model, mesh)
@@ -133,7 +139,8 @@ def _model(recipe: Recipe) -> Any:
     wanted = recipe.model
     if wanted.huggingface is not None:
         folder = recipe.input_path(wanted.huggingface)
-        return huggingface.model_of(folder, recipe.precision, weights=wanted.weights)
+        dtype = recipe.precision.parameters
+        return huggingface.model_of(folder, dtype, weights=wanted.weights)
     assert wanted.file is not None
     assert wanted.class_ is not None
     kind = _found(recipe, "model", "class", wanted.file, wanted.class_)
@@ -189,6 +196,7 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
         function = _found(recipe, "plan", "function", plan.file, plan.function)
         if next(iter(inspect.signature(function).parameters), "") == "model":
             function(model, mesh, **plan.arguments)
+            shard_state(model, mesh, _placing(recipe, model, mesh, {}))
             return
         _apply(recipe, model, mesh, function(model.config, **plan.arguments))
     else:
@@ -212,7 +220,35 @@ def _apply(
             recipe.path,
             [Problem(where, no_match("module", pattern, names)) for pattern in lost],
         )
-    put_on_mesh(model, mesh, styles)
+    put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
+
+
+def _placing(
+    recipe: Recipe, model: Any, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
+) -> Placing:
+    if "dp_shard" not in (mesh.mesh_dim_names or ()):
+        return Placing(styles)
+    chosen = choose_modules(recipe, model, "sharding.units", recipe.sharding.units)
+    modules = dict(platform.get_cells_and_names(model))
+    options: dict[str, Any] = {"mp_policy": _policy(recipe)}
+    options["reshard_after_forward"] = recipe.sharding.reshard_after_forward
+    in_order = [module for name, module in modules.items() if name in chosen]
+    return Placing(styles, in_order, options)
+
+
+def _policy(recipe: Recipe) -> Any:
+    from hyper_parallel.core.fully_shard import MixedPrecisionPolicy
+
+    wanted = recipe.precision
+    names = {
+        "param_dtype": wanted.compute,
+        "reduce_dtype": wanted.reduce,
+        "output_dtype": wanted.output,
+    }
+    dtypes: dict[str, Any] = {
+        key: platform.str_to_dtype(name) for key, name in names.items() if name
+    }
+    return MixedPrecisionPolicy(**dtypes)
 
 
 def _style(wanted: Style) -> ParallelStyle:

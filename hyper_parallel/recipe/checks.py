@@ -63,9 +63,10 @@ def _framework(recipe: Recipe) -> Iterator[Problem]:
             "model.huggingface",
             "models of transformers are those of PyTorch; say framework: torch",
         )
-    if name == "mindspore" and recipe.precision != "float32":
+    precision = recipe.precision
+    if name == "mindspore" and precision.parameters != "float32":
         yield Problem(
-            "precision", f"on MindSpore it is float32, got {recipe.precision}"
+            "precision", f"on MindSpore it is float32, got {precision.parameters}"
         )
 
 
@@ -243,17 +244,42 @@ def _style(key: str, style: Style) -> Iterator[Problem]:
 def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
     if nproc is not None and recipe.ranks != nproc:
         sizes = recipe.mesh.sizes()
-        given = {name: size for name, size in sizes.items() if size is not None}
+        given = {name: sizes[name] for name in recipe.axes if sizes[name] is not None}
         needs = f"{format_axes(given)} needs {recipe.ranks} ranks"
         remedy = f"say --nproc {recipe.ranks} or {_fit(recipe.axes, nproc)}"
         yield Problem("mesh", f"{needs}, but there are {nproc}; {remedy}")
     yield from _rows(recipe)
+    yield from _sharded_axes(recipe)
     if recipe.plan.file is not None or recipe.plan.styles:
         return
     for name, size in recipe.axes.items():
         if size > 1 and ROLES[name].needs_plan:
             told = f"mesh.{name} is {size}, but nothing says how the layers are shared"
             yield Problem("plan", f"{told}; add styles:, or a file: with a function:")
+
+
+def _sharded_axes(recipe: Recipe) -> Iterator[Problem]:
+    """Whether the axes and keys of sharded data parallel go together."""
+    axes = recipe.axes
+    if "dp_shard" not in axes:
+        if "dp_replicate" in axes:
+            told = "there is nothing to replicate without mesh.dp_shard"
+            yield Problem("mesh.dp_replicate", f"{told}; say mesh.dp instead")
+        if recipe.precision.is_mixed:
+            told = "compute, reduce and output dtypes are those of units, which need mesh.dp_shard"
+            yield Problem("precision", told)
+        for key in sorted(recipe.sharding.model_fields_set):
+            yield Problem(f"sharding.{key}", "there are no units without mesh.dp_shard")
+        return
+    if axes.get("dp", 1) > 1:
+        told = "copies beside mesh.dp_shard are those of mesh.dp_replicate"
+        yield Problem("mesh.dp", f"{told}; say mesh.dp_replicate={axes['dp']}")
+    setting = recipe.sharding.reshard_after_forward
+    if isinstance(setting, int) and axes["dp_shard"] % setting:
+        told = (
+            f"{setting} does not divide the {axes['dp_shard']} ranks of mesh.dp_shard"
+        )
+        yield Problem("sharding.reshard_after_forward", told)
 
 
 def _rows(recipe: Recipe) -> Iterator[Problem]:

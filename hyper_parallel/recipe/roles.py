@@ -9,12 +9,26 @@ checks, the mesh, the model and the batches follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-# What puts a model onto an axis: (model, axis, styles of the plan by pattern).
-PutModel = Callable[[Any, Any, Mapping[str, Any]], None]
+
+@dataclass(frozen=True)
+class Placing:
+    """What a recipe says about putting a model onto its mesh.
+
+    ``styles``: those of the plan by pattern. ``units``: the modules that are sharded together along a ``dp_shard``
+    axis, inside the unit of the whole model. ``options``: of every ``fully_shard`` call.
+    """
+
+    styles: Mapping[str, Any]
+    units: Sequence[Any] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# What puts a model onto an axis: (model, mesh of all axes, what the recipe says).
+PutModel = Callable[[Any, Any, Placing], None]
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,7 @@ class Role:
     ``default``: its size where the recipe has none; None for the one axis that takes the ranks which the others leave.
     ``batch_dim``: the dim of a batch that the ranks along the axis divide among them, None where each has all of it.
     ``needs_plan``: whether a plan must say how the model goes onto an axis of more than one rank.
+    ``is_optional``: whether a mesh has no such axis where its size is 1.
     """
 
     description: str
@@ -31,20 +46,40 @@ class Role:
     batch_dim: int | None
     needs_plan: bool
     put_model: PutModel
+    is_optional: bool = False
 
 
-def _shard_layers(model: Any, axis: Any, styles: Mapping[str, Any]) -> None:
+def _shard_layers(model: Any, mesh: Any, placing: Placing) -> None:
     """What no style names is the same on all ranks."""
     from hyper_parallel.core.tensor_parallel.api import parallelize_module
     from hyper_parallel.core.tensor_parallel.style import Replicated
 
-    parallelize_module(model, axis, {**styles, "": styles.get("", Replicated())})
+    styles = placing.styles
+    parallelize_module(model, mesh["tp"], {**styles, "": styles.get("", Replicated())})
 
 
-def _replicate(model: Any, axis: Any, _: Mapping[str, Any]) -> None:
+def _replicate(model: Any, mesh: Any, _: Placing) -> None:
     from hyper_parallel.core.data_parallel import replicate
 
-    replicate(model, axis)
+    replicate(model, mesh["dp"])
+
+
+def shard_state(model: Any, mesh: Any, placing: Placing) -> None:
+    """Shards units along ``dp_shard``, replicated along ``dp_replicate`` if there is one; not those of a plan."""
+    from hyper_parallel.core.fully_shard import HSDPModule, fully_shard
+
+    names = mesh.mesh_dim_names
+    if "dp_shard" not in names or isinstance(model, HSDPModule):
+        return
+    is_hybrid = "dp_replicate" in names
+    data = mesh["dp_replicate", "dp_shard"] if is_hybrid else mesh["dp_shard"]
+    for unit in placing.units:
+        fully_shard(unit, mesh=data, **placing.options)
+    fully_shard(model, mesh=data, batch_dim=0, **placing.options)
+
+
+def _leave_to_dp_shard(_: Any, __: Any, ___: Placing) -> None:
+    """The same call puts a model onto both axes."""
 
 
 # Outermost first: ranks next to each other are those of the last axis, which communicates most.
@@ -56,6 +91,22 @@ ROLES: dict[str, Role] = {
         needs_plan=False,
         put_model=_replicate,
     ),
+    "dp_replicate": Role(
+        "ranks that share a batch and have copies of what `dp_shard` divides",
+        default=1,
+        batch_dim=0,
+        needs_plan=False,
+        put_model=_leave_to_dp_shard,
+        is_optional=True,
+    ),
+    "dp_shard": Role(
+        "ranks that share a batch, the parameters, their gradients and the optimizer's state",
+        default=1,
+        batch_dim=0,
+        needs_plan=False,
+        put_model=shard_state,
+        is_optional=True,
+    ),
     "tp": Role(
         "ranks that share each layer",
         default=1,
@@ -64,6 +115,18 @@ ROLES: dict[str, Role] = {
         put_model=_shard_layers,
     ),
 }
+
+
+def select_axes(sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """The axes that a mesh of these sizes has: with ``dp_shard`` there is no ``dp`` of one rank."""
+    axes = {
+        name: size or 1
+        for name, size in sizes.items()
+        if not ROLES[name].is_optional or (size or 1) > 1
+    }
+    if "dp_shard" in axes and axes["dp"] == 1:
+        del axes["dp"]
+    return axes
 
 
 def find_elastic() -> str:
@@ -92,7 +155,7 @@ def format_axes(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes.items())
 
 
-def put_on_mesh(model: Any, mesh: Any, styles: Mapping[str, Any]) -> None:
+def put_on_mesh(model: Any, mesh: Any, placing: Placing) -> None:
     """Puts a model onto every axis of a mesh, the innermost first."""
     for name in reversed(mesh.mesh_dim_names or ()):
-        ROLES[name].put_model(model, mesh[name], styles)
+        ROLES[name].put_model(model, mesh, placing)

@@ -21,7 +21,7 @@ from pydantic import (
     create_model,
 )
 
-from hyper_parallel.recipe.roles import ROLES, find_elastic
+from hyper_parallel.recipe.roles import ROLES, find_elastic, select_axes
 
 Count = Annotated[int, Field(ge=1)]
 Some = Annotated[int, Field(ge=0)]
@@ -158,6 +158,51 @@ class Plan(Part):
     )
 
 
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+class Precision(Part):
+    """The dtypes of a model whose state `dp_shard` divides."""
+
+    parameters: Literal["float32", "float64", "bfloat16"] = Field(
+        default="float32",
+        description="of parameters, gradients and optimizer; `precision: float32` is short for this key",
+    )
+    compute: Dtype | None = Field(
+        default=None,
+        description="in which parameters are gathered and used; null: their own",
+    )
+    reduce: Dtype | None = Field(
+        default=None, description="in which gradients are reduced; null: `compute`"
+    )
+    output: Dtype | None = Field(
+        default=None, description="of the outputs of units; null: as computed"
+    )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether units compute or reduce in another dtype than that of the parameters."""
+        return any((self.compute, self.reduce, self.output))
+
+
+def _by_dtype(value: Any) -> Any:
+    return {"parameters": value} if isinstance(value, str) else value
+
+
+class Sharding(Part):
+    """How the state of a model is divided along `dp_shard`."""
+
+    units: tuple[str, ...] | None = Field(
+        default=None,
+        description="patterns of modules that are gathered one at a time; null: the repeated blocks",
+    )
+    reshard_after_forward: bool | Count | None = Field(
+        default=None,
+        description="whether parameters are freed between forward and backward, or groups of how many ranks keep "
+        "them; null: all but those outside of `units`",
+    )
+
+
 class Recompute(Part):
     """Which activations backward computes again."""
 
@@ -276,10 +321,7 @@ class Recipe(Part):
         default=0, description="of the model's first weights and of the batches"
     )
     steps: Count = Field(description="train until so many steps are done")
-    precision: Literal["float32", "float64", "bfloat16"] = Field(
-        default="float32",
-        description="dtype of parameters, gradients and optimizer; losses are computed in at least float32",
-    )
+    precision: Annotated[Precision, BeforeValidator(_by_dtype)] = Precision()
     folder: Path | None = Field(
         default=None,
         description="where logs and checkpoints go, relative to the current directory; null: nowhere",
@@ -288,6 +330,7 @@ class Recipe(Part):
     data: Data = Field(description="")
     mesh: Mesh = Mesh()
     plan: Plan = Plan()
+    sharding: Sharding = Sharding()
     recompute: Annotated[Recompute, BeforeValidator(_by_mode)] = Recompute()
     swap: tuple[str, ...] = Field(
         default=(),
@@ -314,7 +357,7 @@ class Recipe(Part):
     @property
     def axes(self) -> dict[str, int]:
         """The size of every axis of the mesh, by its role, the outermost first."""
-        return {name: size or 1 for name, size in self.mesh.sizes().items()}
+        return select_axes(self.mesh.sizes())
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from hyper_parallel.recipe.build import Job, build
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.reporting import Reporter
 from hyper_parallel.recipe.roles import format_axes
-from hyper_parallel.recipe.schema import Optimizer, Recipe
+from hyper_parallel.recipe.schema import Optimizer, Precision, Recipe
 from hyper_parallel.recipe.stopping import StopSignal
 
 platform = get_platform()
@@ -312,6 +312,11 @@ def _resumed(
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
     """The values with the length of the schedule, which ``steps`` says where nothing else does."""
     length = values["schedule"]["decay_steps"] or values["steps"]
+    if isinstance(
+        values["precision"], str
+    ):  # before there were others than that of the parameters
+        values = {**values, "precision": {"parameters": values["precision"]}}
+    values["precision"] = {**Precision().model_dump(), **values["precision"]}
     return {**values, "schedule": {**values["schedule"], "decay_steps": length}}
 
 

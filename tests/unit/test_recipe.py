@@ -123,7 +123,8 @@ def test_the_order_of_the_axes_is_that_of_the_roles(folder):
     for overrides in (["mesh={tp: 4, dp: 2}"], ["mesh.tp=4", "mesh.dp=2"]):
         recipe = read_recipe(folder / "recipe.yaml", overrides)
         assert list(recipe.axes.items()) == [("dp", 2), ("tp", 4)]
-        assert recipe.values()["mesh"] == {"dp": 2, "tp": 4}
+        sizes = {"dp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 4}
+        assert recipe.values()["mesh"] == sizes
 
 
 def test_the_rows_of_a_rank_are_counted_over_all_axes_that_divide_them(monkeypatch):
@@ -203,8 +204,8 @@ def test_everything_is_told_at_once_with_its_line(folder):
         (["mesh.dp=3"], 3, "data.batch: a batch of 4 sequences cannot be shared evenly by the 3 ranks .* say 6"),
         (["mesh.tp=2", "plan=null"], None, "plan: expected keys of its own"),
         (["mesh.tp=2", "plan={}"], None, "plan: mesh.tp is 2, but nothing says how the layers are shared"),
-        (["mesh.pp=2"], None, "mesh.pp: a mesh has no axis pp; the roles of its axes are dp, tp"),
-        (["mesh={tpp: 2}"], None, "mesh.tpp: a mesh has no axis tpp; the roles of its axes are dp, tp"),
+        (["mesh.pp=2"], None, "mesh.pp: a mesh has no axis pp; the roles of its axes are dp, dp_replicate, dp_shard, tp"),
+        (["mesh={tpp: 2}"], None, "mesh.tpp: a mesh has no axis tpp; the roles of its axes are dp, dp_replicate, dp_shard, tp"),
         (["mesh.tp=0"], None, "mesh.tp: expected greater than or equal to 1, got 0"),
         (["mesh.tp=null"], None, "mesh.tp: expected a valid integer, got None"),
         (["model.class=Nett"], None, "model.class: .*model.py has no class Nett of its own; did you mean Net?"),
@@ -234,7 +235,16 @@ def test_everything_is_told_at_once_with_its_line(folder):
         (["schedule.warmup=10"], None, "schedule.warmup: 10 steps of warm-up leave nothing of 10 steps to decay in"),
         (["optimizer.momentum=0.9"], None, "optimizer.momentum: adamw has none"),
         (["optimizer.kind=SGD"], None, "optimizer.kind: expected 'adamw', 'adam' or 'sgd', got 'SGD'"),
-        (["precision=fp16"], None, "precision: expected 'float32', 'float64' or 'bfloat16', got 'fp16'"),
+        (["precision=fp16"], None, "precision.parameters: expected 'float32', 'float64' or 'bfloat16', got 'fp16'"),
+        (["precision={compute: bfloat16}"], None, "precision: compute, reduce and output dtypes are those of units"),
+        (["sharding.units=[a]"], None, "sharding.units: there are no units without mesh.dp_shard"),
+        (["mesh={dp_replicate: 2}"], 2, "mesh.dp_replicate: there is nothing to replicate without mesh.dp_shard"),
+        (["mesh={dp: 2, dp_shard: 2}"], 4, "mesh.dp: copies beside mesh.dp_shard are those of mesh.dp_replicate"),
+        (
+            ["mesh={dp_shard: 4}", "sharding.reshard_after_forward=3"],
+            4,
+            "sharding.reshard_after_forward: 3 does not divide the 4 ranks of mesh.dp_shard",
+        ),
         (["optimizer.lr"], None, "override 'optimizer.lr': an override is key=value"),
         (["optimizer.lr=[1"], None, "optimizer.lr: expected a valid number, got '\\[1'"),
     ],

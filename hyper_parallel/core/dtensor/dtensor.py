@@ -100,9 +100,11 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
             parts = axes_of_partial_gradient(
                 "from_local", layout, grad_placements, len(whole)
             )
-            local_tensor = redistribute(
-                local_tensor, layout, layout, whole, varied=parts
-            )
+            moved = redistribute(local_tensor, layout, layout, whole, varied=parts)
+            made = DTensor.of_plain(moved, layout, whole)
+            if parts:
+                made._parts = local_tensor, parts
+            return made
         return DTensor.of_plain(local_tensor, layout, whole)
 
     @staticmethod

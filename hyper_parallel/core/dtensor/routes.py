@@ -128,6 +128,19 @@ def routes_of_moved(tensor: Any, target: Layout) -> Any:
 def _made(
     tensor: Any, target: Layout, summed: tuple[int, ...], value: Any, implicit: bool
 ) -> Any:
+    if tensor._parts is not None:
+        parted, axes = tensor._parts
+        if set(axes) <= set(summed):
+            # The gradient arrives in parts and is wanted in parts: nothing is summed along these axes.
+            return redistribute(
+                parted,
+                tensor._layout,
+                target,
+                tensor._shape,
+                summed,
+                varied=axes,
+                implicit=implicit,
+            )
     if summed and tensor.is_parameter and _stays_whole(tensor._layout, target, summed):
         route = reduce_later(
             tensor._local, tensor._layout, tuple(tensor._shape), summed

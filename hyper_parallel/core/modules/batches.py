@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.dtensor import DTensor, replicate_rest
+from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.modules.axis import Batch, MeshAxis, set_batch
+from hyper_parallel.core.modules.lifting import lift_rest
 from hyper_parallel.core.modules.plain import treat_plain_as_replicated
 from hyper_parallel.platform import get_platform
 
@@ -31,7 +32,7 @@ def divide_batches(module: Any, data_mesh: DeviceMesh, dim: int) -> None:
     batch = Batch(mesh, tuple(axes), dim)
     for one in modules:
         set_batch(one, batch)
-    replicate_rest(module, mesh, None)
+    lift_rest(module, mesh)
     source = f"batches divided over {data_mesh}"
     treat_plain_as_replicated(module, MeshAxis(data_mesh), "data axis", source=source)
 

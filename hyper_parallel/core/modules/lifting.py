@@ -87,6 +87,11 @@ def _lift_tensor(
     if source is not None and not platform.is_meta(local):
         rank, group = axis_mesh.rank_list[source], axis_mesh.get_group()
         local = platform.broadcast(platform.clone(local), rank, group)
+    return _place_on(tensor, local, mesh)
+
+
+def _place_on(tensor: DTensor, local: Any, mesh: DeviceMesh) -> DTensor:
+    """A shard of the tensor on a mesh with more axes, replicated along those."""
     own = tensor.device_mesh.mesh_dim_names or ()
     placements: list[Placement] = [
         tensor.placements[own.index(name)] if name in own else Replicate()
@@ -95,3 +100,16 @@ def _lift_tensor(
     layout = Layout.from_device_mesh(mesh)(placements).bind(len(tensor.shape))
     local = platform.set_requires_grad(local, platform.requires_grad(tensor))
     return DTensor(local, layout, tensor.shape)
+
+
+def lift_rest(module: Any, mesh: DeviceMesh) -> None:
+    """Puts all tensors of a module that are not on the mesh yet onto it, replicated along the axes that they lack.
+
+    They are the same along these axes already.
+    """
+    for _, owner in platform.get_cells_and_names(module):
+        for name, tensor in platform.own_tensors(owner):
+            if isinstance(tensor, DTensor) and tensor.device_mesh.ndim < mesh.ndim:
+                local = platform.detach(tensor.to_local())
+                platform.set_own_tensor(owner, name, _place_on(tensor, local, mesh))
+    replicate_rest(module, mesh, None)

@@ -35,6 +35,9 @@ class DTensorBase(Tensor):
         None  # the view that it would be, had its base not been redistributed
     )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
+    _parts: Any = (
+        None  # what takes its gradient in parts, and the axes along which it does
+    )
     _taken: Any = None  # from what, and how to take it again when that has changed
     _forms = 0  # shapes do not change in place
     _unrecorded = False

@@ -42,6 +42,9 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         None  # the view that it would be, had its base not been redistributed
     )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
+    _parts: Any = (
+        None  # what takes its gradient in parts, and the axes along which it does
+    )
     _taken: Any = None  # from what, and how to take it again when that has changed
     _forms = 0  # how often an operator in place has changed its shape
     _unrecorded = False  # made where nothing is recorded for backward
