@@ -237,17 +237,24 @@ def samples_of(op: Any, most: int | None) -> list[Any]:
 
 
 def _drawn(op: Any) -> Iterator[Any]:
-    """What ``op.sample_inputs`` gives, which looks for a unittest on the stack and costs more than the operator."""
+    """The samples of an operator in its preferred dtype, as (input, args, kwargs)."""
     dtype = dtype_of(op)
+    assert dtype is not None
     records = dtype.is_floating_point and op.supports_autograd
+    for sample in draw_samples(op, dtype, requires_grad=records):
+        yield sample.input, sample.args, sample.kwargs
+
+
+def draw_samples(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> Iterator[Any]:
+    """What ``op.sample_inputs`` gives, which looks for a unittest on the stack and costs more than the operator."""
     _seed(0)
-    samples = iter(op.sample_inputs_func(op, "cpu", dtype, records))
+    samples = iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad))
     while True:
         _seed(1234)  # as the database does it, for each sample
         sample = next(samples, None)
         if sample is None:
             return
-        yield sample.input, sample.args, sample.kwargs
+        yield sample
 
 
 def _seed(seed: int) -> None:
@@ -329,9 +336,8 @@ def called(
 
     target, args, kwargs = tree_map(copy, sample)
     torch.default_generator.manual_seed(seed)
-    with mock.patch.object(
-        torch, "manual_seed"
-    ):  # the database gives some operators a seed, which hides that they draw
+    # The database gives some operators a seed, which hides that they draw.
+    with mock.patch.object(torch, "manual_seed", _ignore_seed):
         given = op(target, *args, **kwargs)
     results = [dense(whole(result)) for result in tensors_in(given)]
     loss = weighted_sum(results) if backward else None
@@ -346,6 +352,10 @@ def called(
         return Run(
             arguments, [result.detach() for result in results], gradients, seconds
         )
+
+
+def _ignore_seed(seed: int) -> None:
+    """In place of torch.manual_seed; a new mock for every call would cost as much as the operator."""
 
 
 def gradients_of_gradients(
@@ -523,12 +533,8 @@ class Sweep:
         is_random = "empty" in name or bool(
             difference(again, expected, CLOSE, random_values=False)
         )
-        second = (
-            number < SECONDS
-            and backward
-            and not is_random
-            and self._has_second(op, sample)
-        )
+        wants_second = number < SECONDS and backward and not is_random
+        second = self._plain_second(op, sample) if wants_second else None
         tensors = tensors_in(sample)
         for places in placements_of(tensors, random.Random(number), self._placements):
             where = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}"
@@ -536,8 +542,8 @@ class Sweep:
                 op, sample, places, expected, is_random, backward
             )
             found.note(outcome, f"{where}: {told}")
-            if second and outcome in ("sharded", "replicated"):
-                outcome, told = self._compare_second(op, sample, places)
+            if second is not None and outcome in ("sharded", "replicated"):
+                outcome, told = self._compare_second(op, sample, places, second)
                 found.note_second(outcome, f"{where}: {told}")
 
     @staticmethod
@@ -549,12 +555,13 @@ class Sweep:
             return called(op, sample, backward=False), False
 
     @staticmethod
-    def _has_second(op: Any, sample: Any) -> bool:
-        """Whether torch can differentiate the gradients, and they are not constant."""
+    def _plain_second(op: Any, sample: Any) -> Run | None:
+        """The plain call with gradients of gradients; None where torch has none, or they are constant."""
         try:
-            return bool(called(op, in_double(sample), second=True).seconds)
+            run = called(op, in_double(sample), second=True)
         except Exception:  # noqa: BLE001 - some have no float64, some no second derivative
-            return False
+            return None
+        return run if run.seconds else None
 
     def _compare(
         self,
@@ -580,7 +587,7 @@ class Sweep:
         return ("wrong", told) if told else (outcome, "")
 
     def _compare_second(
-        self, op: Any, sample: Any, places: Sequence[Placed]
+        self, op: Any, sample: Any, places: Sequence[Placed], expected: Run
     ) -> tuple[str, str]:
         """In float64, where rounding does not hide a mistake."""
         wide = in_double(sample)
@@ -588,9 +595,7 @@ class Sweep:
             _, run = self._distributed(op, wide, places, backward=True, second=True)
         except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
             return self._judge(error)
-        told = difference_of_seconds(
-            run, called(op, wide, second=True), CLOSE_OF_SECOND
-        )
+        told = difference_of_seconds(run, expected, CLOSE_OF_SECOND)
         return ("wrong", told) if told else ("right", "")
 
     def _judge(self, error: Exception) -> tuple[str, str]:
