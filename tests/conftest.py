@@ -23,9 +23,11 @@ collect_ignore_glob = ["*_mindspore.py"] if FRAMEWORK == "torch" else ["*_torch.
 
 if FRAMEWORK == "torch":
     preload(
-        "hypothesis",
-        "torch._dynamo",  # which optimizers and assert_close import
-        "torch.distributed.tensor",
+        "hypothesis", "torch._dynamo", "torch.distributed.tensor"
+    )  # which optimizers and assert_close import
+if FRAMEWORK == "torch" and "PYTEST_XDIST_WORKER" in os.environ:
+    # Several files need these, and every rank would import them for itself; a single file starts sooner without.
+    preload(
         "torch.testing._internal.common_methods_invocations",
         "transformers.models.llama.modeling_llama",
     )
