@@ -502,8 +502,9 @@ def in_double(sample: Any) -> Any:
 class Sweep:
     """The sweep of some operators on one rank."""
 
-    def __init__(self, library: str, placements: int) -> None:
+    def __init__(self, library: str, placements: int, second_every: int) -> None:
         self._library, self._placements = LIBRARIES[library](), placements
+        self._second_every = second_every
         self._rank = torch.distributed.get_rank()
 
     def over(self, name: str, op: Any, most: int | None) -> Found:
@@ -536,13 +537,17 @@ class Sweep:
         wants_second = number < SECONDS and backward and not is_random
         second = self._plain_second(op, sample) if wants_second else None
         tensors = tensors_in(sample)
-        for places in placements_of(tensors, random.Random(number), self._placements):
+        draws = random.Random(number)
+        every = placements_of(tensors, draws, self._placements)
+        for turn, places in enumerate(every, start=len(name)):
             where = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}"
             outcome, told = self._compare(
                 op, sample, places, expected, is_random, backward
             )
             found.note(outcome, f"{where}: {told}")
-            if second is not None and outcome in ("sharded", "replicated"):
+            if second is None or turn % self._second_every:
+                continue
+            if outcome in ("sharded", "replicated"):
                 outcome, told = self._compare_second(op, sample, places, second)
                 found.note_second(outcome, f"{where}: {told}")
 
@@ -644,13 +649,14 @@ def sweep_on_rank(
     names: Sequence[str],
     most: int | None,
     placements: int = MOST_PLACEMENTS,
+    second_every: int = 1,
 ) -> dict[str, Found]:
     """The sweep of these operators on this rank."""
     torch.set_num_threads(1)
     known = entries()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sweep = Sweep(library, placements)
+        sweep = Sweep(library, placements, second_every)
         return {name: sweep.over(name, known[name], most) for name in names}
 
 
@@ -659,23 +665,25 @@ def sweep(
     names: Sequence[str],
     most: int | None = None,
     placements: int = MOST_PLACEMENTS,
+    second_every: int = 1,
 ) -> dict[str, Found]:
     """The sweep of these operators, between two ranks; one that takes the ranks with it is found by itself.
 
-    ``most``: samples of each operator; ``placements``: of a sample's arguments together, where there are more.
+    ``most``: samples of each operator; ``placements``: of a sample's arguments together, where there are more;
+    ``second_every``: the gradients of one in this many placements are differentiated.
     """
     together = GROUP if library == "ours" else 1
     found: dict[str, Found] = {}
     for start in range(0, len(names), together):
         group = list(names[start : start + together])
         try:
-            found |= _both(library, group, most, placements)
+            found |= _both(library, group, most, placements, second_every)
         except RankError as error:
             if len(group) == 1:
                 found[group[0]] = _lost(error)
             else:
                 for name in group:
-                    found |= sweep(library, [name], most, placements)
+                    found |= sweep(library, [name], most, placements, second_every)
     return found
 
 
@@ -686,13 +694,24 @@ def _lost(error: RankError) -> Found:
 
 
 def _both(
-    library: str, names: Sequence[str], most: int | None, placements: int
+    library: str,
+    names: Sequence[str],
+    most: int | None,
+    placements: int,
+    second_every: int,
 ) -> dict[str, Found]:
     """What both ranks saw; what is wrong on one is wrong."""
     # Alone, ranks that do nothing for some seconds are lost; many together may have to wait for a core.
     timeout = 60 * len(names) if len(names) > 1 else None
     first, second = run_ranks(
-        sweep_on_rank, 2, library, names, most, placements, timeout=timeout
+        sweep_on_rank,
+        2,
+        library,
+        names,
+        most,
+        placements,
+        second_every,
+        timeout=timeout,
     )
     for name, other in second.items():
         for outcome in ("wrong", "crashed"):
