@@ -550,11 +550,13 @@ def check_kept(name, case, sections, plain, spread):
 
 
 def kept_on_ranks(sections, mesh_shape):
-    check_all(check_kept, KEPT, sections, mesh_shape)
+    with compare_few_collectives():
+        check_all(check_kept, KEPT, sections, mesh_shape)
 
 
 def else_on_ranks(sections, mesh_shape):
-    check_all(check_else, ELSE, sections, mesh_shape)
+    with compare_few_collectives():
+        check_all(check_else, ELSE, sections, mesh_shape)
 
 
 def check_else(name, call, sections, plain, spread):
