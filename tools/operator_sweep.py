@@ -237,17 +237,24 @@ def samples_of(op: Any, most: int | None) -> list[Any]:
 
 
 def _drawn(op: Any) -> Iterator[Any]:
-    """What ``op.sample_inputs`` gives, which looks for a unittest on the stack and costs more than the operator."""
+    """The samples of an operator in its preferred dtype, as (input, args, kwargs)."""
     dtype = dtype_of(op)
+    assert dtype is not None
     records = dtype.is_floating_point and op.supports_autograd
+    for sample in draw_samples(op, dtype, requires_grad=records):
+        yield sample.input, sample.args, sample.kwargs
+
+
+def draw_samples(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> Iterator[Any]:
+    """What ``op.sample_inputs`` gives, which looks for a unittest on the stack and costs more than the operator."""
     _seed(0)
-    samples = iter(op.sample_inputs_func(op, "cpu", dtype, records))
+    samples = iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad))
     while True:
         _seed(1234)  # as the database does it, for each sample
         sample = next(samples, None)
         if sample is None:
             return
-        yield sample.input, sample.args, sample.kwargs
+        yield sample
 
 
 def _seed(seed: int) -> None:
@@ -329,9 +336,8 @@ def called(
 
     target, args, kwargs = tree_map(copy, sample)
     torch.default_generator.manual_seed(seed)
-    with mock.patch.object(
-        torch, "manual_seed"
-    ):  # the database gives some operators a seed, which hides that they draw
+    # The database gives some operators a seed, which hides that they draw.
+    with mock.patch.object(torch, "manual_seed", _ignore_seed):
         given = op(target, *args, **kwargs)
     results = [dense(whole(result)) for result in tensors_in(given)]
     loss = weighted_sum(results) if backward else None
@@ -346,6 +352,10 @@ def called(
         return Run(
             arguments, [result.detach() for result in results], gradients, seconds
         )
+
+
+def _ignore_seed(seed: int) -> None:
+    """In place of torch.manual_seed; a new mock for every call would cost as much as the operator."""
 
 
 def gradients_of_gradients(
@@ -492,8 +502,9 @@ def in_double(sample: Any) -> Any:
 class Sweep:
     """The sweep of some operators on one rank."""
 
-    def __init__(self, library: str, placements: int) -> None:
+    def __init__(self, library: str, placements: int, second_every: int) -> None:
         self._library, self._placements = LIBRARIES[library](), placements
+        self._second_every = second_every
         self._rank = torch.distributed.get_rank()
 
     def over(self, name: str, op: Any, most: int | None) -> Found:
@@ -523,21 +534,21 @@ class Sweep:
         is_random = "empty" in name or bool(
             difference(again, expected, CLOSE, random_values=False)
         )
-        second = (
-            number < SECONDS
-            and backward
-            and not is_random
-            and self._has_second(op, sample)
-        )
+        wants_second = number < SECONDS and backward and not is_random
+        second = self._plain_second(op, sample) if wants_second else None
         tensors = tensors_in(sample)
-        for places in placements_of(tensors, random.Random(number), self._placements):
+        draws = random.Random(number)
+        every = placements_of(tensors, draws, self._placements)
+        for turn, places in enumerate(every, start=len(name)):
             where = f"sample {number}, {[tuple(t.shape) for t in tensors]} {self._shown(places)}"
             outcome, told = self._compare(
                 op, sample, places, expected, is_random, backward
             )
             found.note(outcome, f"{where}: {told}")
-            if second and outcome in ("sharded", "replicated"):
-                outcome, told = self._compare_second(op, sample, places)
+            if second is None or turn % self._second_every:
+                continue
+            if outcome in ("sharded", "replicated"):
+                outcome, told = self._compare_second(op, sample, places, second)
                 found.note_second(outcome, f"{where}: {told}")
 
     @staticmethod
@@ -549,12 +560,13 @@ class Sweep:
             return called(op, sample, backward=False), False
 
     @staticmethod
-    def _has_second(op: Any, sample: Any) -> bool:
-        """Whether torch can differentiate the gradients, and they are not constant."""
+    def _plain_second(op: Any, sample: Any) -> Run | None:
+        """The plain call with gradients of gradients; None where torch has none, or they are constant."""
         try:
-            return bool(called(op, in_double(sample), second=True).seconds)
+            run = called(op, in_double(sample), second=True)
         except Exception:  # noqa: BLE001 - some have no float64, some no second derivative
-            return False
+            return None
+        return run if run.seconds else None
 
     def _compare(
         self,
@@ -580,7 +592,7 @@ class Sweep:
         return ("wrong", told) if told else (outcome, "")
 
     def _compare_second(
-        self, op: Any, sample: Any, places: Sequence[Placed]
+        self, op: Any, sample: Any, places: Sequence[Placed], expected: Run
     ) -> tuple[str, str]:
         """In float64, where rounding does not hide a mistake."""
         wide = in_double(sample)
@@ -588,9 +600,7 @@ class Sweep:
             _, run = self._distributed(op, wide, places, backward=True, second=True)
         except Exception as error:  # noqa: BLE001 - that is what the sweep is to find
             return self._judge(error)
-        told = difference_of_seconds(
-            run, called(op, wide, second=True), CLOSE_OF_SECOND
-        )
+        told = difference_of_seconds(run, expected, CLOSE_OF_SECOND)
         return ("wrong", told) if told else ("right", "")
 
     def _judge(self, error: Exception) -> tuple[str, str]:
@@ -639,13 +649,14 @@ def sweep_on_rank(
     names: Sequence[str],
     most: int | None,
     placements: int = MOST_PLACEMENTS,
+    second_every: int = 1,
 ) -> dict[str, Found]:
     """The sweep of these operators on this rank."""
     torch.set_num_threads(1)
     known = entries()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sweep = Sweep(library, placements)
+        sweep = Sweep(library, placements, second_every)
         return {name: sweep.over(name, known[name], most) for name in names}
 
 
@@ -654,23 +665,25 @@ def sweep(
     names: Sequence[str],
     most: int | None = None,
     placements: int = MOST_PLACEMENTS,
+    second_every: int = 1,
 ) -> dict[str, Found]:
     """The sweep of these operators, between two ranks; one that takes the ranks with it is found by itself.
 
-    ``most``: samples of each operator; ``placements``: of a sample's arguments together, where there are more.
+    ``most``: samples of each operator; ``placements``: of a sample's arguments together, where there are more;
+    ``second_every``: the gradients of one in this many placements are differentiated.
     """
     together = GROUP if library == "ours" else 1
     found: dict[str, Found] = {}
     for start in range(0, len(names), together):
         group = list(names[start : start + together])
         try:
-            found |= _both(library, group, most, placements)
+            found |= _both(library, group, most, placements, second_every)
         except RankError as error:
             if len(group) == 1:
                 found[group[0]] = _lost(error)
             else:
                 for name in group:
-                    found |= sweep(library, [name], most, placements)
+                    found |= sweep(library, [name], most, placements, second_every)
     return found
 
 
@@ -681,13 +694,24 @@ def _lost(error: RankError) -> Found:
 
 
 def _both(
-    library: str, names: Sequence[str], most: int | None, placements: int
+    library: str,
+    names: Sequence[str],
+    most: int | None,
+    placements: int,
+    second_every: int,
 ) -> dict[str, Found]:
     """What both ranks saw; what is wrong on one is wrong."""
     # Alone, ranks that do nothing for some seconds are lost; many together may have to wait for a core.
     timeout = 60 * len(names) if len(names) > 1 else None
     first, second = run_ranks(
-        sweep_on_rank, 2, library, names, most, placements, timeout=timeout
+        sweep_on_rank,
+        2,
+        library,
+        names,
+        most,
+        placements,
+        second_every,
+        timeout=timeout,
     )
     for name, other in second.items():
         for outcome in ("wrong", "crashed"):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from thorough import THOROUGH
+from thorough import THOROUGH, compare_few_collectives
 
 from hyper_parallel import (
     DTensor,
@@ -24,6 +24,7 @@ from hyper_parallel.core.shard.ops import OPERATORS
 from hyper_parallel.core.shard.ops.foreach import OTHERS, UNARY
 from hyper_parallel.platform.torch.operators import _FILLS, op_name_of
 from hyper_parallel.testing import on_ranks, run_ranks
+from tools.operator_sweep import draw_samples
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SEED = 5
@@ -113,7 +114,7 @@ def calls_of(op):
 
 def samples_of(op):
     for number, sample in enumerate(
-        op.sample_inputs("cpu", torch.float64, requires_grad=False)
+        draw_samples(op, torch.float64, requires_grad=False)
     ):
         if number == 2:
             return
@@ -129,7 +130,7 @@ def changed_by(call, sample):
     """What one process gets; None where this caller does not take these arguments, or changes the shape."""
     target = sample.input.clone()
     try:
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)
         call(target, *sample.args, **sample.kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
@@ -152,11 +153,12 @@ def sweep_in_place(part, parts):
             name not in OPERATORS or name in _FILLS
         ):  # what draws numbers has tests of its own
             continue
-        outcomes = [
-            (f"{op.name} on {placements}", outcome)
-            for call, sample, most in calls_of(op)
-            for placements, outcome in outcomes_of(call, sample, mesh, most, number)
-        ]
+        with compare_few_collectives():
+            outcomes = [
+                (f"{op.name} on {placements}", outcome)
+                for call, sample, most in calls_of(op)
+                for placements, outcome in outcomes_of(call, sample, mesh, most, number)
+            ]
         agree(outcomes)
         found[op.name] = Counter(outcome for _, outcome in outcomes)
     return found
@@ -176,7 +178,7 @@ def outcomes_of(call, sample, mesh, most, number):
             lambda t: put(t, mesh, [R, R]),
             (tuple(sample.args), dict(sample.kwargs)),
         )
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)
         yield (
             str(placements),
             outcome_of(lambda t: call(t, *args, **kwargs), target, truth),  # noqa: B023
@@ -308,9 +310,10 @@ def sweep_lists(kind):
             functions.append(getattr(torch.ops.aten, name))
         for function in functions:
             for form, call in FORMS.items():
-                outcome = outcome_on_lists(
-                    kind, mesh, function, call, f"{kind}: {name} as {form}"
-                )
+                with compare_few_collectives():
+                    outcome = outcome_on_lists(
+                        kind, mesh, function, call, f"{kind}: {name} as {form}"
+                    )
                 if outcome is not None:
                     outcomes.append((name, outcome))
     agree(outcomes)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from layouts import one_layout, split_up
 from rules.cases import FAMILIES, attention, joins
 from rules.operators import SIZES, draw, flat, leaf, like
-from thorough import THOROUGH
+from thorough import THOROUGH, compare_few_collectives
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -550,11 +550,13 @@ def check_kept(name, case, sections, plain, spread):
 
 
 def kept_on_ranks(sections, mesh_shape):
-    check_all(check_kept, KEPT, sections, mesh_shape)
+    with compare_few_collectives():
+        check_all(check_kept, KEPT, sections, mesh_shape)
 
 
 def else_on_ranks(sections, mesh_shape):
-    check_all(check_else, ELSE, sections, mesh_shape)
+    with compare_few_collectives():
+        check_all(check_else, ELSE, sections, mesh_shape)
 
 
 def check_else(name, call, sections, plain, spread):
@@ -795,7 +797,7 @@ def family_on_ranks(number):
     """How much ran, and what cannot be cut as one either."""
     mesh, failed, count, refused = mesh_of((2,)), [], 0, []
     for case in CASES_OF[number]:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), compare_few_collectives():
             warnings.simplefilter("ignore")
             wrong, ran, no = check_case(case, mesh)
         failed, count, refused = failed + wrong, count + ran, refused + no

@@ -2,6 +2,7 @@
 """Every error of ours has a code, every code a place in docs/errors.md, and both say the same."""
 
 import ast
+import functools
 import pickle
 import re
 from collections import defaultdict
@@ -146,17 +147,24 @@ def pattern(node):
     return None
 
 
-TREES = {
-    name: tree
-    for name, tree in modules(PACKAGE).items()
-    if "cli.explanations" not in name
-}
-SITES = list(raised(TREES))
+@functools.cache
+def trees():
+    """Module -> its syntax tree; read by the tests, since every worker imports this file."""
+    return {
+        name: tree
+        for name, tree in modules(PACKAGE).items()
+        if "cli.explanations" not in name
+    }
+
+
+@functools.cache
+def sites():
+    return list(raised(trees()))
 
 
 def used_codes():
     found = defaultdict(set)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Constant)
@@ -192,8 +200,8 @@ def uncoded(sites):
 
 
 def test_every_error_of_ours_has_a_code():
-    assert uncoded(SITES) == []
-    assert len(SITES) > 400
+    assert uncoded(sites()) == []
+    assert len(sites()) > 400
 
 
 def test_control_an_error_without_a_code_is_found():
@@ -207,7 +215,7 @@ def test_control_an_error_without_a_code_is_found():
 
 def test_one_message_has_one_code():
     codes = defaultdict(set)
-    for *_, code, message in SITES:
+    for *_, code, message in sites():
         if isinstance(code, ast.Constant) and (text := pattern(message)):
             codes[text].add(code.value)
     assert {text: found for text, found in codes.items() if len(found) > 1} == {}
@@ -223,7 +231,7 @@ MADE_ELSEWHERE = {
 def test_the_example_is_what_this_code_and_no_other_says(code):
     kind, _, text = explanations()[code].example.partition(": ")
     found = defaultdict(set)
-    for _, _, site_kind, site_code, message in SITES:
+    for _, _, site_kind, site_code, message in sites():
         place = r"(?:[\w./-]+: ){0,2}" if site_kind == "CheckpointError" else ""
         written = (pattern(message) or "").split("\\\n")[
             0
@@ -395,7 +403,7 @@ def test_examples_of_communication_are_what_is_raised():
     lost = explanations()["HP309"].example.removeprefix("OperatorError: ")
     assert any(
         isinstance(n, ast.Constant) and n.value == lost
-        for n in ast.walk(TREES["hyper_parallel.core.shard.arguments"])
+        for n in ast.walk(trees()["hyper_parallel.core.shard.arguments"])
     )
 
 

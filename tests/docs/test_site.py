@@ -131,6 +131,8 @@ def _stands_in(part, source):
     wanted = textwrap.dedent(part).splitlines()
     lines = source.splitlines()
     for start in range(len(lines) - len(wanted) + 1):
+        if lines[start].strip() != wanted[0].strip():
+            continue  # dedenting all lines costs more
         run = textwrap.dedent(
             "\n".join(lines[start : start + len(wanted)])
         ).splitlines()

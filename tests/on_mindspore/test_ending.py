@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from thorough import THOROUGH
 
 from hyper_parallel import CommunicationError, get_platform
 from hyper_parallel.core.distributed_checkpoint import (
@@ -22,15 +23,16 @@ from hyper_parallel.testing import on_ranks
 def test_ranks_that_save_wait_and_leave_end():
     """One in a few did not, or failed, when the host of the store left first. ``ending.py 100`` has the long loop."""
     script = Path(__file__).with_name("ending.py")
+    count = 4 if THOROUGH else 2  # every second one says that it leaves
     done = subprocess.run(
-        [sys.executable, str(script), "4"],
+        [sys.executable, str(script), str(count)],
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
     *left, killed = done.stdout.splitlines()
-    assert left == ["0 0"] * 4, done.stderr
+    assert left == ["0 0"] * count, done.stderr
     assert killed == "-9 7", (
         done.stderr
     )  # the control: the other rank does not wait for the host of the store

@@ -2,6 +2,7 @@
 """Every call of the tables between real ranks, operands in layouts drawn at random, against the plain call."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from rules.framework import (
     weighted,
 )
 from rules.operators import flat, leaf, like
-from rules.outcomes import drawn, known, taken, that_run
-from thorough import THOROUGH
+from rules.outcomes import RULE, drawn, known, taken, that_run
+from thorough import THOROUGH, compare_few_collectives
 
 from hyper_parallel import DTensor
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
@@ -28,6 +29,9 @@ SEEDS = (
     (0, 1) if THOROUGH else (0,)
 )  # layouts for each case and sizes, on one mesh after the other
 ALL = {case.name: case for case in [*CASES, *COMPOSITES]}
+PLACES = {name: place for place, name in enumerate(ALL)}
+# Whose choices rules/test_operators.py tries one by one, on uneven shards and on empty ones.
+RULED = {case.name for case in that_run(CASES, RULE)}
 GROUP = (
     12 if IS_TORCH else 24
 )  # cases for each job: starting the ranks' world costs more than a case
@@ -92,18 +96,29 @@ def compare(case, sizes, base, seed):
             same(mine.full_tensor(), true, f"{told}: gradient", equal_nan=False)
 
 
+def sizes_of(case):
+    """All that a case takes; in CI one of them where its rule is checked anyway, another one for the next case."""
+    sizes = taken(case)
+    if THOROUGH or not sizes or case.name not in RULED:
+        return sizes
+    return [sizes[PLACES[case.name] % len(sizes)]]
+
+
+def meshes_of(name):
+    """Elsewhere it is the local functions that are tried, on empty shards too."""
+    if IS_TORCH:
+        return MESHES
+    return [(4,)] if THOROUGH or name not in RULED else [(2,)]
+
+
 def on_rank(names):
     count = 0
-    with unruled_is_an_error():
+    with unruled_is_an_error(), compare_few_collectives():
         for (number, name), seed in itertools.product(enumerate(names), SEEDS):
             case = ALL[name]
-            for sizes in taken(case):
-                # Elsewhere it is the local functions that are tried, on empty shards too.
-                shape = (
-                    MESHES[(number + count + seed) % len(MESHES)]
-                    if IS_TORCH
-                    else MESHES[0]
-                )
+            meshes = meshes_of(name)
+            for turn, sizes in enumerate(sizes_of(case), start=number + seed):
+                shape = meshes[turn % len(meshes)]
                 compare(case, sizes, Layout(shape, tuple("xy"[: len(shape)])), seed)
                 count += 1
     return count
@@ -112,11 +127,16 @@ def on_rank(names):
 NAMES = [case.name for case in that_run(ALL.values())]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [NAMES[i : i + GROUP] for i in range(0, len(NAMES), GROUP)],
-    ids=lambda n: n[0],
-)
+def group_names():
+    """The cases for each job, which have the same number of ranks."""
+    for is_ruled in [None] if IS_TORCH else [True, False]:
+        names = [n for n in NAMES if is_ruled is None or (n in RULED) == is_ruled]
+        yield from (names[i : i + GROUP] for i in range(0, len(names), GROUP))
+
+
+@pytest.mark.parametrize("names", list(group_names()), ids=lambda n: n[0])
 def test_any_layouts_of_the_operands(names):
-    counts = run_ranks(on_rank, 4, names, timeout=300)
-    assert counts == [sum(len(taken(ALL[name])) * len(SEEDS) for name in names)] * 4
+    ranks = math.prod(meshes_of(names[0])[0])
+    counts = run_ranks(on_rank, ranks, names, timeout=300)
+    count = sum(len(sizes_of(ALL[name])) * len(SEEDS) for name in names)
+    assert counts == [count] * ranks

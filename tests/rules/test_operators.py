@@ -10,7 +10,7 @@ import pytest
 from rules.cases import CASES
 from rules.cases.removed import LEFT_OUT
 from rules.framework import IS_TORCH, torch
-from rules.operators import SIZES, check, draw, flat, leaf, like
+from rules.operators import MESHES, SIZES, check, draw, flat, leaf, like
 from rules.outcomes import RULE, drawn, known, taken, that_run
 from thorough import THOROUGH
 
@@ -47,6 +47,7 @@ def sizes_of(case):
     )
 
 
+ONE_AXIS = tuple(mesh for mesh in MESHES if len(mesh) == 1)
 RULED = that_run(CASES, RULE)
 CHECKED = [(case, sizes) for case in RULED for sizes in sizes_of(case)]
 
@@ -57,15 +58,17 @@ CHECKED = [(case, sizes) for case in RULED for sizes in sizes_of(case)]
 )
 def test_every_choice_gives_the_plain_results_and_gradients(case, sizes):
     how = known(case.name)
-    # Second order with one of the sizes, with others for other cases.
+    # Second order with one of the sizes and two axes with another, with others for other cases.
     all_sizes = sizes_of(case)
     chosen = all_sizes[len(case.name) % len(all_sizes)]
+    is_alone = THOROUGH or len(all_sizes) == 1
     compared = check(
         case,
         SIZES[sizes],
         how.dtype,
+        meshes=MESHES if is_alone or sizes != chosen else ONE_AXIS,
         gradients=how.gradients,
-        second_order=THOROUGH or sizes == chosen,
+        second_order=is_alone or sizes == chosen,
     )
     assert compared > 0
 

@@ -7,7 +7,9 @@ import pytest
 from rules import test_dispatch
 from rules.cases import indexing, scatters, sequences
 from rules.framework import unruled_is_an_error
-from rules.outcomes import taken, that_run
+from rules.outcomes import that_run
+from rules.test_dispatch import sizes_of
+from thorough import compare_few_collectives
 
 from hyper_parallel import Replicate, Shard
 from hyper_parallel.core.dtensor.layout import Layout
@@ -39,10 +41,10 @@ def compare_cut(case, sizes, dim, others):
 
 def on_rank(names):
     count = 0
-    with unruled_is_an_error():
+    with unruled_is_an_error(), compare_few_collectives():
         for case in map(CASES.get, names):
             ndim = len(case.shapes.split()[0])
-            for sizes in taken(case):
+            for sizes in sizes_of(case):
                 for dim in range(ndim):
                     for others in ([R], [S0]):
                         compare_cut(case, sizes, dim, others)
@@ -59,4 +61,4 @@ NAMES = [case.name for case in that_run(CASES.values())]
 def test_a_target_or_a_table_that_is_cut(names):
     found = run_ranks(on_rank, 4, names, timeout=300)
     assert len(set(found)) == 1
-    assert found[0] >= sum(len(taken(CASES[name])) for name in names)
+    assert found[0] >= sum(len(sizes_of(CASES[name])) for name in names)
