@@ -114,7 +114,8 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # batch, heads, sequence, head_dim
         cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return turned.to(x.dtype)  # the tables may be more precise
 
 
 def _initialise(module: nn.Module) -> None:

@@ -77,9 +77,9 @@ def test_recompute_gathers_no_more__and_units_are_chosen():
             job.loss(job.model, *job.batch(0)).backward()
         counts.append(ledger.counts())
         assert counts[-1]["reduce_scatter_tensor"] == 3
-    assert (
-        counts[0]["all_gather_into_tensor"] == counts[1]["all_gather_into_tensor"] == 5
-    )
+    gathers = [one["all_gather_into_tensor"] for one in counts]
+    # Three units, two of them again in backward, and once for the loss.
+    assert gathers == [6, 6], counts
 
 
 @on_ranks(2)

@@ -92,12 +92,18 @@ def fully_shard(
             enter=runner.enter,
             leave=runner.leave,
             on_error=runner.undo,
-            source=f"fully_shard over {mesh}",
+            source=f"fully_shard({', '.join(_describe_axes(mesh))})",
         )
     if batch_dim is not None:
         for one in modules:
             divide_batches(one, mesh, batch_dim)
     return module
+
+
+def _describe_axes(mesh: DeviceMesh) -> list[str]:
+    names = mesh.mesh_dim_names or ("data",)
+    pairs = zip(names, mesh.mesh_shape, strict=True)
+    return [f"{name}={size}" for name, size in pairs]
 
 
 _UNITS: Counter[tuple[int, ...]] = Counter()  # by the ranks of their mesh

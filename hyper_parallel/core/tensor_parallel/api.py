@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.modules.boundary import attachments
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
 from hyper_parallel.core.tensor_parallel.style import ParallelStyle
 from hyper_parallel.platform import get_platform
@@ -206,7 +207,12 @@ def parallel_table(module: Any) -> str:
     """A table for people: each module with its styles, parameters and placements; equal layers are one line."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     for name, owner in platform.get_cells_and_names(module):
-        styles = " + ".join(vars(owner).get(_STYLES, ()))
+        units = [
+            str(one.source)
+            for one in attachments(owner)
+            if one.phase == "gather parameters"
+        ]
+        styles = " + ".join([*vars(owner).get(_STYLES, ()), *units])
         tensors = ", ".join(
             f"{own} {_placements(tensor)} {list(tensor.shape)}"
             for own, tensor in platform.own_tensors(owner)
