@@ -84,16 +84,13 @@ class Gatherer:
 
     def _view_pieces(self) -> tuple[list[Any], list[Any]]:
         """The places of packed shards in the whole tensors, and in the rows."""
-        plan, tensors = self.plan, self.memory.tensors
-        pairs = plan.pieces()
-        targets = [tensors[number][plan.slices(number, rank)] for number, rank in pairs]
-        pieces = [
-            _take(
-                self._rows[rank], plan.offsets[number], plan.shard_shape(number, rank)
-            )
-            for number, rank in pairs
+        tensors, pieces = self.memory.tensors, self.plan.pieces
+        targets = [tensors[piece.number][piece.slices] for piece in pieces]
+        sources = [
+            self._rows[piece.rank, piece.start : piece.stop].reshape(piece.shape)
+            for piece in pieces
         ]
-        return targets, pieces
+        return targets, sources
 
     def start(self, shards: Sequence[Any]) -> Gather:
         """Starts to gather every rank's shards."""
@@ -120,13 +117,9 @@ class Gatherer:
     def _pack(self, shards: Sequence[Any]) -> Any:
         plan = self.plan
         row = platform.empty((plan.row + 1,), self.memory.dtype, self.memory.device)
-        targets, sources = [], []
-        for number in plan.packed:
-            shape = plan.shard_shape(number)
-            if math.prod(shape):
-                targets.append(_take(row, plan.offsets[number], shape))
-                sources.append(shards[number])
-        platform.copy_all(targets, sources)
+        own = [piece for piece in plan.pieces if piece.rank == plan.index]
+        targets = [row[one.start : one.stop].reshape(one.shape) for one in own]
+        platform.copy_all(targets, [shards[piece.number] for piece in own])
         row[plan.row] = _to_element(self._owner.number)
         return row
 
@@ -170,7 +163,3 @@ class Gather:
             handle, self._handle = self._handle, None
             handle.wait()
             self._gatherer.finish()
-
-
-def _take(row: Any, start: int, shape: tuple[int, ...]) -> Any:
-    return row[start : start + math.prod(shape)].reshape(shape)

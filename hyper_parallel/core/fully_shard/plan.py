@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hyper_parallel.core.dtensor.placement_types import Shard
 
 # Below this many bytes per rank, copying costs less than a message of its own.
-DIRECT_BYTES = 1 << 16
+DIRECT_BYTES = 1 << 18
 
 
 class Owner(Protocol):
@@ -111,8 +111,15 @@ class Plan:
 
     def shard_shape(self, number: int, index: int | None = None) -> tuple[int, ...]:
         """The shape of a rank's shard of an entry; by default this rank's."""
-        index = self.index if index is None else index
-        return self.entries[number].shard_shape(self.ranks, index)
+        return self._shapes[number][self.index if index is None else index]
+
+    @cached_property
+    def _shapes(self) -> list[list[tuple[int, ...]]]:
+        ranks = range(self.ranks)
+        return [
+            [entry.shard_shape(self.ranks, index) for index in ranks]
+            for entry in self.entries
+        ]
 
     def slices(self, number: int, index: int) -> tuple[slice, ...]:
         """The slices of an entry that are a rank's shard."""
@@ -123,11 +130,27 @@ class Plan:
         before = (slice(None),) * entry.dim
         return (*before, slice(start, stop))
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The (entry, rank) pairs of packed shards that have elements."""
-        return [
-            (number, index)
-            for number in self.packed
-            for index in range(self.ranks)
-            if math.prod(self.shard_shape(number, index))
-        ]
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The packed shards of all ranks that have elements."""
+        pieces = []
+        for number in self.packed:
+            start = self.offsets[number]
+            for rank in range(self.ranks):
+                shape = self.shard_shape(number, rank)
+                stop = start + math.prod(shape)
+                if stop > start:
+                    slices = self.slices(number, rank)
+                    pieces.append(Piece(number, rank, start, stop, shape, slices))
+        return pieces
+
+
+class Piece(NamedTuple):
+    """A rank's shard of an entry: where it is in the rank's row of a buffer, and in the whole tensor."""
+
+    number: int
+    rank: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    slices: tuple[slice, ...]

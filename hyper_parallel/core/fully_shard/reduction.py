@@ -68,18 +68,12 @@ class Scatter:
             (plan.ranks, plan.row + marks.shape[1]), self._dtype, self._device
         )
         targets, sources = [rows[:, plan.row :]], [marks]
-        for number in plan.packed:
-            gradient = self._gradients[number]
-            if gradient is None:
-                continue
-            start = plan.offsets[number]
-            for rank in range(plan.ranks):
-                shape = plan.shard_shape(number, rank)
-                size = math.prod(shape)
-                if size:
-                    target = rows[rank, start : start + size]
-                    targets.append(target.reshape(shape))
-                    sources.append(gradient[plan.slices(number, rank)])
+        for piece in plan.pieces:
+            gradient = self._gradients[piece.number]
+            if gradient is not None:
+                target = rows[piece.rank, piece.start : piece.stop]
+                targets.append(target.reshape(piece.shape))
+                sources.append(gradient[piece.slices])
         platform.copy_all(targets, sources)
         return rows
 
