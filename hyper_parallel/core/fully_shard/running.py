@@ -63,6 +63,7 @@ class Runner:
         self.backward_prefetch: list[Runner] | None = None
         self.frees_after_backward = True
         self.entered_in: int | None = None  # the last backward that has
+        self._promised_in: int | None = None  # the last backward with a gradient to be
         self._use: Use | None = None
         self._tensors: list[Any] | None = None  # of this use, in the graph
         self._is_recorded = False
@@ -217,6 +218,8 @@ class Runner:
             self._watch_outputs(output)
             if self.reshards_after_forward and self._all_have_run():
                 self.unit.release_after_forward()
+                if not platform.releases_saved_tensors:
+                    self._tensors = None
         if self.is_root and not root.is_in_backward:
             ACTIVE.root = None
             root.end_forward()
@@ -298,8 +301,11 @@ class Runner:
         with platform.no_grad():
             reductions = unit.start_reduction(use.factor)
         numbers = [number for one in reductions for number in one.numbers]
-        if all(platform.can_defer_gradient(leaves[number]) for number in numbers):
+        if self._promised_in != platform.backward_number() and all(
+            platform.can_defer_gradient(leaves[number]) for number in numbers
+        ):
             return self._defer(root, reductions, leaves)
+        root.finish_reductions()  # what was promised is complete before it is added to
         results: list[Any] = list(nothing)
         with platform.no_grad():
             for reduction in reductions:
@@ -315,10 +321,11 @@ class Runner:
         for reduction in reductions:
             for number in reduction.numbers:
                 leaf = leaves[number]
-                returned[number], deliver = platform.defer_gradient(
-                    leaf, platform.empty_like(leaf), root.finish_reductions
-                )
+                sum_now = functools.partial(_finish, root, returned, number)
+                returned[number], deliver = platform.defer_gradient(leaf, None, sum_now)
                 complete[number] = functools.partial(_deliver, deliver, leaf)
+        if any(promised is not None for promised in returned):
+            self._promised_in = platform.backward_number()
         root.add_reductions(reductions, complete)
         return returned
 
@@ -395,6 +402,11 @@ class Runner:
 def fit_gradient(gradient: Any, leaf: Any) -> Any:
     """A reduced gradient in the dtype and on the device of its shard."""
     return gradient.to(leaf.device).to(leaf.dtype)
+
+
+def _finish(root: Root, promised: Sequence[Any], number: int) -> Any:
+    root.finish_reductions()
+    return promised[number]
 
 
 def _deliver(deliver: Callable[[Any], None], leaf: Any, gradient: Any) -> None:

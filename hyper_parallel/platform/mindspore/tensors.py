@@ -365,6 +365,7 @@ class Tensors(Platform):
         tensor.untyped_storage().resize_(tensor.nbytes)
 
     counts_changes = False
+    releases_saved_tensors = False
 
     def version_of(self, tensor: Any) -> int | None:
         return versions.version_of(tensor)
