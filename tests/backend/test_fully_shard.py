@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """fully_shard on every framework: training on several ranks equals one process, and collectives are counted."""
 
+import dataclasses
+
 import frame
 import numpy as np
 import pytest
 
 from hyper_parallel import init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
-from hyper_parallel.core.fully_shard import HSDPModule, fully_shard
+from hyper_parallel.core.fully_shard import (
+    HSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing import on_ranks
 
@@ -427,3 +433,161 @@ def test_bad_calls_are_explained():
     fully_shard(tied.first, mesh=mesh)
     with pytest.raises(ValueError, match="HP425"):
         fully_shard(tied.second, mesh=mesh)
+
+
+class Recomputed(Net):
+    """The blocks run again in backward."""
+
+    def forward(self, x):
+        x = platform.checkpoint(self.first, self.embed(x), use_reentrant=False)
+        return self.head(platform.checkpoint(self.second, x, use_reentrant=False))
+
+    construct = forward
+
+
+@on_ranks(2)
+def test_recompute_around_units():
+    mesh = mesh_of()
+    same_training(new_net(), wrap(new_net(Recomputed), mesh), mesh, steps=2)
+
+
+@on_ranks(2)
+def test_recompute_of_units():
+    mesh = mesh_of()
+    many = new_net()
+    for name in ("first", "second"):
+        setattr(many, name, platform.ckpt_wrapper(getattr(many, name)))
+    same_training(new_net(), wrap(many, mesh), mesh, steps=2)
+
+
+@on_ranks(2)
+def test_recompute_inside_units():
+    mesh = mesh_of()
+    many = new_net()
+    for block in (many.first, many.second):
+        block.up = platform.ckpt_wrapper(block.up)
+    same_training(new_net(), wrap(many, mesh), mesh, steps=2)
+
+
+@on_ranks(4)
+def test_copies_in_smaller_groups():
+    mesh = mesh_of((4,))
+    many = wrap(new_net(), mesh, reshard_after_forward=2)
+    same_training(new_net(), many, mesh, steps=2)
+
+
+@on_ranks(2)
+def test_the_whole_batch_as_distributed_tensors():
+    mesh = mesh_of()
+    many, one = new_net(), new_net()
+    for block in (many.first, many.second):
+        fully_shard(block, mesh=mesh)
+    fully_shard(many, mesh=mesh, batch_dim=0)
+    (loss,), expected = run_tape(one, [lambda: loss_of(one, frame.tensor(batch(0)))])
+    own = part_of(batch(0), mesh)
+    with platform.tape():
+        found = loss_of(many, own)
+    platform.backward([found])
+    close(frame.array(platform.detach(found.full_tensor())), loss)
+    same_gradients(many, [frame.grad(one) for one in trained(many)], expected)
+
+
+@on_ranks(2)
+def test_dtypes_of_mixed_precision():
+    mesh = mesh_of()
+    policy = MixedPrecisionPolicy(
+        param_dtype=frame.dtype("float16"),
+        reduce_dtype=frame.dtype("float32"),
+    )
+    outer = dataclasses.replace(policy, output_dtype=frame.dtype("float32"))
+    many, one = new_net(), new_net()
+    for block in (many.first, many.second):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(many, mesh=mesh, mp_policy=outer)
+    _, expected = run_tape(one, [lambda: loss_of(one, frame.tensor(batch(0)))])
+    own = part_of(batch(0), mesh)
+    assert many(own).dtype == frame.dtype("float32")
+    _, found = run_tape(many, [lambda: loss_of(many, own)])
+    for parameter, mine, true in zip(trained(many), found, expected, strict=True):
+        assert parameter.dtype == mine.dtype == frame.dtype("float32")
+        wanted = frame.array(true)
+        far = np.abs(whole(mine, parameter) - wanted).max()
+        assert far < 2e-2 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@on_ranks(2)
+def test_optimizers_train_the_shards(kind):
+    mesh = mesh_of()
+    nets = new_net(), wrap(new_net(), mesh)
+    optimizers = [
+        platform.new_optimizer(kind, [{"params": trained(net)}], lr=0.01)
+        for net in nets
+    ]
+    for step in range(3):
+        x = batch(step)
+        for net, optimizer, own in zip(
+            nets, optimizers, (frame.tensor(x), part_of(x, mesh)), strict=True
+        ):
+            _, gradients = platform.compute_gradients(
+                lambda net=net, own=own: loss_of(net, own), trained(net)
+            )
+            platform.apply_gradients(optimizer, gradients)
+    same_parameters(nets[1], nets[0])
+
+
+class Skips(Net):
+    """What the second block computes is used, or not."""
+
+    uses_second = True
+
+    def forward(self, x):
+        x = self.first(self.embed(x))
+        y = self.second(x)
+        return self.head(y if self.uses_second else x)
+
+    construct = forward
+
+
+@on_ranks(2)
+def test_ranks_that_skip_a_unit_add_zeros():
+    mesh = mesh_of()
+    many, one = wrap(new_net(Skips), mesh), new_net(Skips)
+    many.set_reduce_scatter_unused_params(True)
+
+    def loss(position):
+        one.uses_second = position == 0
+        rows = np.array_split(batch(0), 2)[position]
+        return loss_of(one, frame.tensor(rows)) / 2
+
+    _, expected = run_tape(one, [lambda: loss(0), lambda: loss(1)])
+    many.uses_second = platform.get_rank() == 0
+    _, found = run_tape(many, [lambda: loss_of(many, part_of(batch(0), mesh))])
+    same_gradients(many, found, expected)
+
+
+@on_ranks(2)
+def test_evaluation_between_steps_changes_nothing():
+    mesh = mesh_of()
+    many, one = wrap(new_net(), mesh), new_net()
+    for _ in range(2):
+        with platform.no_grad():
+            y = many(frame.tensor(batch(5)))
+        close(frame.array(y), frame.array(platform.detach(one(frame.tensor(batch(5))))))
+        same_training(one, many, mesh, steps=1)
+
+
+@on_ranks(2)
+def test_two_forwards_of_units_with_recompute_inside():
+    mesh = mesh_of()
+    many, one = new_net(), new_net()
+    for block in (many.first, many.second):
+        block.up = platform.ckpt_wrapper(block.up)
+    wrap(many, mesh)
+
+    def loss(net, take):
+        return loss_of(net, take(batch(0))) + loss_of(net, take(batch(1)))
+
+    _, expected = run_tape(one, [lambda: loss(one, frame.tensor)])
+    _, found = run_tape(many, [lambda: loss(many, lambda x: part_of(x, mesh))])
+    same_gradients(many, found, expected)

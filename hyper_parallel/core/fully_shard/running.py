@@ -37,8 +37,11 @@ def runners_below(module: Any) -> list[Runner]:
 class Use:
     """The use of a unit in one pass: what of its backward is still to come."""
 
-    def __init__(self, number: int, versions: Any, factor: float) -> None:
+    def __init__(
+        self, number: int, versions: Any, factor: float, is_whole_batch: bool
+    ) -> None:
         self.pass_number, self.versions, self.factor = number, versions, factor
+        self.is_whole_batch = is_whole_batch
         self.backward: int | None = None  # the one that has entered it last
         self.inputs = 0  # whose gradients show that backward has left the unit
         self.inputs_left = 0
@@ -160,7 +163,8 @@ class Runner:
             use = self._use
             if use is None or not root.is_in_backward:
                 factor = self._factor(is_whole_batch)
-                use = Use(root.pass_number, self.unit.versions, factor)
+                versions = self.unit.versions
+                use = Use(root.pass_number, versions, factor, is_whole_batch)
             plain = _unshard().apply(self, use, *shards)
             self._use, self._is_recorded = use, is_recorded
             self._tensors = self._wrap(plain, is_whole_batch)
@@ -274,9 +278,17 @@ class Runner:
             self._use, self._tensors = use, None
         self._in_backward.add(use)
         self.unit.gather()
-        if self._tensors is not None:
-            self.unit.install(self._tensors)  # for recomputations within
+        if self._tensors is None:
+            self._tensors = self._new_leaves(use.is_whole_batch)
+        self.unit.install(self._tensors)  # for recomputations within
         self._prefetch(self.backward_prefetch, root.order.before(self))
+
+    def _new_leaves(self, is_whole_batch: bool) -> list[Any]:
+        """Whole tensors for recomputations, which are recorded as in forward, and through which no gradient flows."""
+        tensors = self.unit.whole_tensors()
+        for tensor, shard in zip(tensors, self.unit.sharded, strict=True):
+            platform.set_requires_grad(tensor, platform.requires_grad(shard))
+        return self._wrap(tensors, is_whole_batch)
 
     def _prefetch(self, given: list[Runner] | None, following: Any) -> None:
         if given is None:
