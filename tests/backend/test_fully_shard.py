@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fully_shard on every framework: training on several ranks equals one process, and collectives are counted."""
 
+import copy
 import dataclasses
 
 import frame
@@ -8,13 +9,17 @@ import numpy as np
 import pytest
 
 from hyper_parallel import init_device_mesh
+from hyper_parallel.core.distributed_checkpoint import StateDictOptions
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.fully_shard import (
     HSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
+    get_model_state_dict,
+    register_fsdp_forward_method,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.testing import on_ranks
 
 platform = get_platform()
@@ -331,8 +336,8 @@ def test_two_forwards_before_their_backward():
 def test_parameters_are_whole_between_unshard_and_reshard():
     many, one = wrap(new_net(), mesh_of()), new_net()
     many.unshard()
-    copy = platform.clone(platform.detach(many.head.weight))
-    close(frame.array(copy), frame.array(platform.detach(one.head.weight)))
+    seen = platform.clone(platform.detach(many.head.weight))
+    close(frame.array(seen), frame.array(platform.detach(one.head.weight)))
     assert tuple(many.head.weight.shape) == (OUTPUTS, DIM)
     assert set(many.state_dict()) == set(one.state_dict())
     assert all(
@@ -591,3 +596,99 @@ def test_two_forwards_of_units_with_recompute_inside():
     _, expected = run_tape(one, [lambda: loss(one, frame.tensor)])
     _, found = run_tape(many, [lambda: loss(many, lambda x: part_of(x, mesh))])
     same_gradients(many, found, expected)
+
+
+@on_ranks(2)
+def test_a_graph_that_is_kept_is_used_twice():
+    mesh = mesh_of()
+    many, one = wrap(new_net(), mesh), new_net()
+    found = []
+    for net, x in ((one, frame.tensor(batch(0))), (many, part_of(batch(0), mesh))):
+        with platform.tape():
+            loss = loss_of(net, x)
+        platform.backward([loss], keep_graph=True)
+        platform.backward([loss])
+        found.append([frame.grad(parameter) for parameter in trained(net)])
+    same_gradients(many, found[1], found[0])
+
+
+@on_ranks(2)
+def test_parameters_that_no_rank_uses_get_nothing():
+    mesh = mesh_of()
+    many = wrap(new_net(Skips), mesh)
+    many.uses_second = False
+    many.second.set_reduce_scatter_unused_params(True)
+    run_tape(many, [lambda: loss_of(many, part_of(batch(0), mesh))])
+    for parameter in trained(many.second):
+        gradient = frame.grad(parameter)
+        assert gradient is None or not np.abs(whole(gradient, parameter)).any()
+
+
+@on_ranks(2)
+def test_prefetching_changes_nothing():
+    mesh = mesh_of()
+    many = wrap(new_net(), mesh)
+    many.set_modules_to_forward_prefetch([many.first, many.second])
+    many.first.set_modules_to_forward_prefetch([many.second])
+    many.second.set_modules_to_backward_prefetch([many.first])
+    same_training(new_net(), many, mesh, steps=2)
+
+
+class Generates(Net):
+    """With a method beside forward."""
+
+    def generate(self, x):
+        return self.forward(x) + 1
+
+
+@on_ranks(2)
+def test_a_method_may_gather_as_forward_does():
+    many = wrap(new_net(Generates), mesh_of())
+    register_fsdp_forward_method(many, "generate")
+    with platform.no_grad():
+        found = many.generate(frame.tensor(batch(0)))
+        expected = new_net()(frame.tensor(batch(0)))
+    close(frame.array(found), frame.array(expected) + 1)
+
+
+@on_ranks(2)
+def test_the_full_state_dict_is_that_of_the_model():
+    many, one = wrap(new_net(), mesh_of()), new_net()
+    options = StateDictOptions(full_state_dict=True)
+    found = get_model_state_dict(many, options=options)
+    expected = frame.state(one)
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        close(frame.array(platform.detach(value)), expected[name])
+
+
+@on_ranks(2)
+def test_a_unit_is_not_copied():
+    many = wrap(new_net(), mesh_of())
+    with pytest.raises(RuntimeError, match="HP423"):
+        copy.deepcopy(many)
+
+
+@on_ranks(2)
+def test_ranks_that_wrap_in_another_order_are_told():
+    mesh, many = mesh_of(), new_net()
+    blocks = [many.first, many.second]
+    for block in blocks if platform.get_rank() else reversed(blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(many, mesh=mesh)
+    with pytest.raises((RuntimeError, CommunicationError)):
+        run_tape(many, [lambda: loss_of(many, part_of(batch(0), mesh))])
+
+
+@on_ranks(2)
+def test_clipping_gives_the_norm_of_one_process():
+    mesh = mesh_of()
+    norms = []
+    for net, x in (
+        (new_net(), frame.tensor(batch(0))),
+        (wrap(new_net(), mesh), part_of(batch(0), mesh)),
+    ):
+        run_tape(net, [lambda net=net, x=x: loss_of(net, x)])
+        norm = platform.clip_grad_norm_(trained(net), 0.5)
+        norms.append(frame.array(norm))
+    close(norms[1], norms[0])
