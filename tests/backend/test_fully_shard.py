@@ -8,8 +8,9 @@ import frame
 import numpy as np
 import pytest
 
-from hyper_parallel import init_device_mesh
+from hyper_parallel import init_device_mesh, init_empty_weights
 from hyper_parallel.core.distributed_checkpoint import StateDictOptions
+from hyper_parallel.core.dtensor.initialisation import init_parameters
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.fully_shard import (
     HSDPModule,
@@ -692,3 +693,43 @@ def test_clipping_gives_the_norm_of_one_process():
         norm = platform.clip_grad_norm_(trained(net), 0.5)
         norms.append(frame.array(norm))
     close(norms[1], norms[0])
+
+
+@on_ranks(2)
+def test_parameters_without_data_are_drawn_later():
+    platform.manual_seed(3)
+    one = Net()
+    platform.manual_seed(3)
+    with init_empty_weights():
+        many = Net()
+    wrap(many, mesh_of())
+    with pytest.raises(RuntimeError, match="HP421"):
+        many(frame.tensor(batch(0)))
+    platform.manual_seed(3)
+    init_parameters(many)
+    same_parameters(many, one)
+    with platform.no_grad():
+        x = frame.tensor(batch(0))
+        close(frame.array(many(x)), frame.array(one(x)))
+
+
+@on_ranks(2)
+def test_functions_return_the_gradients_of_all_micro_batches_at_the_last():
+    mesh = mesh_of()
+    many, one = wrap(new_net(), mesh), new_net()
+    x = batch(0)
+    _, expected = run_tape(one, [lambda: loss_of(one, frame.tensor(x))] * 2)
+    for is_last in (False, True):
+        many.set_requires_gradient_sync(is_last)
+        found = accumulate(many, part_of(x, mesh))
+        if is_last:
+            same_gradients(many, found, expected)
+        else:
+            assert not any(one is not None and frame.array(one).any() for one in found)
+
+
+def accumulate(net, x):
+    """The gradients of one backward by the framework's usual way."""
+    if frame.IS_TORCH:
+        return run_tape(net, [lambda: loss_of(net, x)])[1]
+    return run_function(net, [lambda: loss_of(net, x)])[1]
