@@ -134,6 +134,11 @@ def embedding(count, features):
     return (torch.nn if IS_TORCH else mindspore.mint.nn).Embedding(count, features)
 
 
+def tanh(x):
+    """The function, in the graph."""
+    return (torch if IS_TORCH else mindspore.mint).tanh(x)
+
+
 def sequential(*modules):
     """Modules one after the other."""
     return (torch.nn.Sequential if IS_TORCH else mindspore.nn.SequentialCell)(*modules)

@@ -192,7 +192,12 @@ class HSDPModule:
         for runner in runners_below(self):
             runner.unit.unreduced.clear()
             runner.unit.unsummed.clear()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        clear = getattr(super(), "zero_grad", None)
+        if clear is not None:
+            clear(set_to_none)
+            return
+        for parameter in platform.parameters_dict(self).values():
+            platform.forget_gradient(parameter)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward frees parameters that are still whole."""
@@ -295,7 +300,8 @@ class HSDPModule:
         """Loads distributed, full or local tensors; parameters that are whole are freed first."""
         for runner in runners_below(self):
             runner.unit.release()
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        options = {"assign": True} if assign else {}
+        return super().load_state_dict(state_dict, strict, **options)  # type: ignore[misc]
 
     def _set(self, setting: str, value: Any, recurse: bool, call: str) -> None:
         _check_flag(call, value)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that a unit computes with, in memory that is allocated while they are whole and freed in between.
 
-The tensors themselves live as long as the unit, so what autograd has saved of them is valid again as soon as they
-are gathered again into the same place.
+Where the framework can free what autograd has saved, the tensors themselves live as long as the unit, and what was
+saved of them is valid again as soon as they are gathered again into the same place. Elsewhere each gather makes new
+tensors, and autograd saves references to them: see ``saved.py``.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ class Memory:
         self.plan, self.dtype, self.device = plan, dtype, device
         self.tensors: list[Any] = [None] * len(plan.entries)
         self._blocks: list[Any] = []
+        self._is_allocated = False
+        self.allocate()
+
+    def _make(self) -> None:
+        plan = self.plan
         for number in plan.direct:
-            block = platform.empty(plan.entries[number].shape, dtype, device)
+            shape = plan.entries[number].shape
+            block = platform.empty(shape, self.dtype, self.device)
             self.tensors[number] = block
             self._blocks.append(block)
         if plan.packed:
             self._blocks.append(self._share_block(plan))
-        self._is_allocated = True
 
     def _share_block(self, plan: Plan) -> Any:
         sizes = [math.prod(plan.entries[number].shape) for number in plan.packed]
@@ -45,17 +51,26 @@ class Memory:
 
     def release(self) -> None:
         """Frees the memory."""
-        if self._is_allocated:
+        if not self._is_allocated:
+            return
+        self._is_allocated = False
+        if platform.releases_saved_tensors:
             for block in self._blocks:
                 platform.release_memory(block)
-        self._is_allocated = False
+        else:
+            self._blocks = []
+            self.tensors = [None] * len(self.tensors)
 
     def allocate(self) -> None:
         """Allocates the memory, unless it is there."""
-        if not self._is_allocated:
+        if self._is_allocated:
+            return
+        self._is_allocated = True
+        if not self._blocks:
+            self._make()
+        else:
             for block in self._blocks:
                 platform.restore_memory(block)
-        self._is_allocated = True
 
     def own_pieces(self, plan: Plan) -> list[Any]:
         """Copies of what this rank holds of the tensors by another plan."""
@@ -76,11 +91,23 @@ class Gatherer:
         self.memory, self.plan = memory, plan
         self._group, self._owner = group, owner
         self._rows: Any = None
-        if plan.packed and plan.ranks > 1:
-            shape = (plan.ranks, plan.row + 1)
-            self._rows = platform.empty(shape, memory.dtype, memory.device)
-            self._targets, self._pieces = self._view_pieces()
+        self._targets: list[Any] = []
+        self._pieces: list[Any] = []
+
+    def _allocate_rows(self) -> None:
+        plan, memory = self.plan, self.memory
+        if self._rows is not None:
+            platform.restore_memory(self._rows)
+            return
+        shape = (plan.ranks, plan.row + 1)
+        self._rows = platform.empty(shape, memory.dtype, memory.device)
+        self._targets, self._pieces = self._view_pieces()
+
+    def _release_rows(self) -> None:
+        if platform.releases_saved_tensors:
             platform.release_memory(self._rows)
+        else:  # the targets are other tensors the next time
+            self._rows, self._targets, self._pieces = None, [], []
 
     def _view_pieces(self) -> tuple[list[Any], list[Any]]:
         """The places of packed shards in the whole tensors, and in the rows."""
@@ -102,7 +129,7 @@ class Gatherer:
         outputs = [memory.tensors[number].reshape(-1) for number in plan.direct]
         sources = [self._prepare(shards[number]) for number in plan.direct]
         if plan.packed:
-            platform.restore_memory(self._rows)
+            self._allocate_rows()
             outputs.append(self._rows.reshape(-1))
             sources.append(self._pack(shards))
         handle = platform.gather_tensors(
@@ -125,14 +152,14 @@ class Gatherer:
 
     def finish(self) -> None:
         """Copies packed tensors from the ranks' rows into their places."""
-        if self._rows is None:
+        if not self.plan.packed:
             return
         numbers = self._rows[:, self.plan.row].tolist()
         if any(number != _to_element(self._owner.number) for number in numbers):
-            platform.release_memory(self._rows)
+            self._release_rows()
             raise _explain_other_unit(self._owner, numbers)
         platform.copy_all(self._targets, self._pieces)
-        platform.release_memory(self._rows)
+        self._release_rows()
 
 
 def _to_element(number: int) -> int:

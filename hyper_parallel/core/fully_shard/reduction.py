@@ -99,8 +99,7 @@ class Scatter:
     def add(self, number: int, shard: Any) -> None:
         """Adds to this rank's shard of an entry's sum, which then counts as used."""
         self.flat[self._marks_start + number] = 1
-        target = self._take(number)
-        target += shard
+        platform.add_into(self._take(number), shard)
 
     def result(self, number: int) -> Any:
         """This rank's shard of an entry's sum; None if no rank has a gradient for it."""
@@ -192,9 +191,8 @@ class Reduction:
         if self._replicas is not None and not self._all_reduces:
             self._keep()
             return {}
-        flat = self._scatter.flat
         if self._factor != 1:
-            flat /= self._factor
+            platform.divide_by(self._scatter.flat, self._factor)
         results = {}
         for position, number in enumerate(self.numbers):
             result = self._scatter.result(position)

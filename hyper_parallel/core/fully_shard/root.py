@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.fully_shard.prefetch import Order
+from hyper_parallel.core.fully_shard.saved import save_references
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fully_shard.reduction import Reduction
     from hyper_parallel.core.fully_shard.running import Runner
+    from hyper_parallel.core.fully_shard.unit import Unit
 
 platform = get_platform()
 Complete = dict[int, Callable[[Any], None]]  # takes the gradient of a parameter
@@ -38,6 +41,7 @@ class Root:
         self.pass_number = 0
         self._runners: list[Runner] = []
         self._backward: int | None = None
+        self._saving: AbstractContextManager[Any] = nullcontext()
         self._reductions: list[tuple[Reduction, Complete]] = []
 
     def claim(self, runner: Runner) -> None:
@@ -68,11 +72,24 @@ class Root:
     def begin_pass(self) -> None:
         """Begins a forward; what a failed backward has left behind is cleared away."""
         self.recover()
+        for runner in self._runners:
+            if runner.unit.may_have_changed:
+                runner.unit.release()
         self.pass_number += 1
         self.order.begin()
+        self._saving = save_references(self._units)
+        self._saving.__enter__()
+
+    def _units(self) -> list[Unit]:
+        return [runner.unit for runner in self._runners]
+
+    def _stop_saving(self) -> None:
+        saving, self._saving = self._saving, nullcontext()
+        saving.__exit__(None, None, None)
 
     def end_forward(self) -> None:
         """Frees what was gathered for units that did not run, or not all of whose modules did."""
+        self._stop_saving()
         for runner in self._runners:
             if runner is self.outermost or runner.is_in_backward:
                 continue
@@ -146,6 +163,7 @@ class Root:
 
     def reset(self) -> None:
         """Back to where a pass can begin, after an error."""
+        self._stop_saving()
         self._backward = None
         self._reductions = []
         for runner in self._runners:

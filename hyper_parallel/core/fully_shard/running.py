@@ -37,8 +37,11 @@ def runners_below(module: Any) -> list[Runner]:
 class Use:
     """The use of a unit in one pass: what of its backward is still to come."""
 
-    def __init__(self, number: int, versions: Any, factor: float) -> None:
+    def __init__(
+        self, number: int, versions: Any, factor: float, is_whole_batch: bool
+    ) -> None:
         self.pass_number, self.versions, self.factor = number, versions, factor
+        self.is_whole_batch = is_whole_batch
         self.backward: int | None = None  # the one that has entered it last
         self.inputs = 0  # whose gradients show that backward has left the unit
         self.inputs_left = 0
@@ -63,6 +66,7 @@ class Runner:
         self.backward_prefetch: list[Runner] | None = None
         self.frees_after_backward = True
         self.entered_in: int | None = None  # the last backward that has
+        self._promised_in: int | None = None  # the last backward with a gradient to be
         self._use: Use | None = None
         self._tensors: list[Any] | None = None  # of this use, in the graph
         self._is_recorded = False
@@ -159,7 +163,8 @@ class Runner:
             use = self._use
             if use is None or not root.is_in_backward:
                 factor = self._factor(is_whole_batch)
-                use = Use(root.pass_number, self.unit.versions, factor)
+                versions = self.unit.versions
+                use = Use(root.pass_number, versions, factor, is_whole_batch)
             plain = _unshard().apply(self, use, *shards)
             self._use, self._is_recorded = use, is_recorded
             self._tensors = self._wrap(plain, is_whole_batch)
@@ -217,6 +222,8 @@ class Runner:
             self._watch_outputs(output)
             if self.reshards_after_forward and self._all_have_run():
                 self.unit.release_after_forward()
+                if not platform.releases_saved_tensors:
+                    self._tensors = None
         if self.is_root and not root.is_in_backward:
             ACTIVE.root = None
             root.end_forward()
@@ -271,9 +278,17 @@ class Runner:
             self._use, self._tensors = use, None
         self._in_backward.add(use)
         self.unit.gather()
-        if self._tensors is not None:
-            self.unit.install(self._tensors)  # for recomputations within
+        if self._tensors is None:
+            self._tensors = self._new_leaves(use.is_whole_batch)
+        self.unit.install(self._tensors)  # for recomputations within
         self._prefetch(self.backward_prefetch, root.order.before(self))
+
+    def _new_leaves(self, is_whole_batch: bool) -> list[Any]:
+        """Whole tensors for recomputations, which are recorded as in forward, and through which no gradient flows."""
+        tensors = self.unit.whole_tensors()
+        for tensor, shard in zip(tensors, self.unit.sharded, strict=True):
+            platform.set_requires_grad(tensor, platform.requires_grad(shard))
+        return self._wrap(tensors, is_whole_batch)
 
     def _prefetch(self, given: list[Runner] | None, following: Any) -> None:
         if given is None:
@@ -298,8 +313,11 @@ class Runner:
         with platform.no_grad():
             reductions = unit.start_reduction(use.factor)
         numbers = [number for one in reductions for number in one.numbers]
-        if all(platform.can_defer_gradient(leaves[number]) for number in numbers):
+        if self._promised_in != platform.backward_number() and all(
+            platform.can_defer_gradient(leaves[number]) for number in numbers
+        ):
             return self._defer(root, reductions, leaves)
+        root.finish_reductions()  # what was promised is complete before it is added to
         results: list[Any] = list(nothing)
         with platform.no_grad():
             for reduction in reductions:
@@ -315,10 +333,11 @@ class Runner:
         for reduction in reductions:
             for number in reduction.numbers:
                 leaf = leaves[number]
-                returned[number], deliver = platform.defer_gradient(
-                    leaf, platform.empty_like(leaf), root.finish_reductions
-                )
+                sum_now = functools.partial(_finish, root, returned, number)
+                returned[number], deliver = platform.defer_gradient(leaf, None, sum_now)
                 complete[number] = functools.partial(_deliver, deliver, leaf)
+        if any(promised is not None for promised in returned):
+            self._promised_in = platform.backward_number()
         root.add_reductions(reductions, complete)
         return returned
 
@@ -395,6 +414,11 @@ class Runner:
 def fit_gradient(gradient: Any, leaf: Any) -> Any:
     """A reduced gradient in the dtype and on the device of its shard."""
     return gradient.to(leaf.device).to(leaf.dtype)
+
+
+def _finish(root: Root, promised: Sequence[Any], number: int) -> Any:
+    root.finish_reductions()
+    return promised[number]
 
 
 def _deliver(deliver: Callable[[Any], None], leaf: Any, gradient: Any) -> None:

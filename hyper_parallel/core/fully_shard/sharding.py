@@ -198,7 +198,7 @@ def _shard(
     shard_axis = mesh.ndim - 1
     ranks, index = mesh.size(shard_axis), mesh.get_local_rank(shard_axis)
     plan = Plan((Entry(shape, dim, 1),), ranks, index)
-    shard = platform.clone(local[plan.slices(0, index)].contiguous())
+    shard = platform.copy_part(local, plan.slices(0, index), plan.shard_shape(0))
     if isinstance(offload, CPUOffloadPolicy) and platform.device_type() != "cpu":
         shard = _copy_to_host(shard, offload.pin_memory)
     joint, placements, whole = _join(parameter, mesh, dim)

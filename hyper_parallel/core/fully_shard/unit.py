@@ -146,6 +146,7 @@ class Unit:
         self.unreduced: dict[int, Any] = {}  # sums of whole gradients, not yet reduced
         self.unsummed: dict[int, Any] = {}  # sums of shards, not yet all-reduced
         self.is_installed = False
+        self.whole_keys: dict[Any, int] = {}  # of whole tensors that may be saved
         self._parts: list[Part] | None = None
         self._pieces: list[list[Any]] = []  # in the state ``regrouped``, by part
         self._gathers: list[Gather] = []
@@ -245,6 +246,12 @@ class Unit:
             self.release()
             raise
         self._move_to(State.WHOLE)
+        if not platform.releases_saved_tensors:
+            self.whole_keys = self._find_keys()
+
+    def _find_keys(self) -> dict[Any, int]:
+        tensors = enumerate(self.whole_tensors())
+        return {platform.memory_key(one): number for number, one in tensors}
 
     def release(self) -> None:
         """Frees everything but the shards; a gather under way is finished first, since its memory is written to."""
@@ -253,6 +260,7 @@ class Unit:
             return
         gathers, self._gathers = self._gathers, []
         self._pieces = []
+        self.whole_keys = {}
         self._move_to(State.SHARDED)
         try:
             with platform.no_grad():
@@ -272,6 +280,7 @@ class Unit:
         self.uninstall()
         with platform.no_grad():
             self._pieces = [self._own_pieces(part) for part in self._prepare()]
+        self.whole_keys = {}
         self._move_to(State.REGROUPED)
         for part in self._prepare():
             part.memory.release()
@@ -283,6 +292,11 @@ class Unit:
     def _read_versions(self) -> tuple[Any, ...]:
         shards = [parameter._local for parameter in self.sharded]
         return tuple((id(shard), platform.version_of(shard)) for shard in shards)
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether the shards may be others than were gathered, unseen by a framework that does not count changes."""
+        return not platform.counts_changes and self._versions is not None
 
     @property
     def versions(self) -> tuple[Any, ...] | None:

@@ -164,12 +164,17 @@ class Autograd(Tensors):
         """Promises a leaf's gradient for the end of the running backward.
 
         Returns what an autograd function returns for the leaf now, and a function that takes the gradient later.
-        ``part`` is what the leaf would get at once; ``sum_now()`` gives the gradient to whoever cannot wait.
+        ``part`` is what the leaf would get at once, None for zeros; ``sum_now()`` gives the gradient to whoever cannot
+        wait.
         """
 
     @abstractmethod
     def gradient_of(self, leaf: Any) -> Any:
         """Returns the gradient that backward has accumulated into a leaf, or None."""
+
+    @abstractmethod
+    def forget_gradient(self, leaf: Any) -> None:
+        """Removes the gradient of a leaf."""
 
     @abstractmethod
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:

@@ -22,6 +22,9 @@ class Memory(ABC):
     # Whether ``version_of`` notices every modification; if not, ``mark_escaped`` and ``mark_alias`` are called.
     counts_changes = True
 
+    # Whether ``release_memory`` also frees what autograd has saved, which is valid again once the memory is restored.
+    releases_saved_tensors = True
+
     @abstractmethod
     def host_tensor(self, tensor: Any) -> Any:
         """Returns this rank's elements as a plain contiguous tensor in host memory, without a copy if it is one."""

@@ -188,6 +188,23 @@ class Tensors(ABC):
         for target, source in zip(targets, sources, strict=True):
             self.copy_into(target, source)
 
+    def copy_part(
+        self,
+        tensor: Any,
+        slices: tuple[slice, ...],
+        shape: tuple[int, ...],  # noqa: ARG002 - for tensors that cannot be sliced
+    ) -> Any:
+        """Returns a contiguous copy of a part of a plain tensor, which has this shape; the tensor may have no data."""
+        return self.clone(tensor[slices].contiguous())
+
+    def add_into(self, target: Any, source: Any) -> None:
+        """Adds a plain tensor to another in place; the target may be any view."""
+        self.copy_into(target, target + source)
+
+    def divide_by(self, tensor: Any, number: float) -> None:
+        """Divides a plain tensor in place."""
+        self.copy_into(tensor, tensor / number)
+
     @abstractmethod
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         """Returns ``target`` with the elements of ``source``, differentiably; the result may be a new tensor."""

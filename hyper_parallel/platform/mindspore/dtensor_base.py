@@ -131,6 +131,10 @@ class DTensorBase(Tensor):
         _Base.data.__set__(self, local)
         return self
 
+    def assign_value(self, value: Any) -> DTensorBase:
+        """The same, as ``load_state_dict`` of a Cell asks for it."""
+        return self.set_data(value)
+
     def hold(self, local: Any) -> None:
         """Other data for the shard, with what backward knows of it."""
         self._local = local

@@ -41,8 +41,9 @@ class _TakeDeferred:
         pointers = [one.value.data_ptr() for one in deferred]
         if not deferred or pointers == [gradient.data_ptr()]:
             return None
-        for one in deferred:
-            gradient = gradient + (one.sum_now() - one.value)
+        before = [one.value.copy() for one in deferred]  # a sum may be written there
+        for one, part in zip(deferred, before, strict=True):
+            gradient = gradient + (one.sum_now() - part)
         return gradient
 
 
@@ -169,13 +170,17 @@ class Gradients(Platform):
         )
 
     def can_defer_gradient(self, leaf: Any) -> bool:
-        return all(isinstance(hook, _TakeDeferred) for hook in leaf.hooks())
+        # What is added to an earlier gradient is read at once.
+        return leaf._grad is None and all(
+            isinstance(hook, _TakeDeferred) for hook in leaf.hooks()
+        )
 
     def defer_gradient(
         self, leaf: Any, part: Any, sum_now: Callable[[], Any]
     ) -> tuple[Any, Callable[[Any], None]]:
         # MindSpore hands a gradient on as it is, so its memory may be filled later.
-        deferred = _Deferred(self.clone(part), sum_now)
+        value = self.full_like(leaf, 0) if part is None else self.clone(part)
+        deferred = _Deferred(value, sum_now)
         hook = next(iter(leaf.hooks()), None)
         if hook is None:
             hook = _TakeDeferred()
@@ -185,6 +190,9 @@ class Gradients(Platform):
 
     def _complete(self, deferred: _Deferred, gradient: Any) -> None:
         self.copy_into(deferred.value, gradient)
+
+    def forget_gradient(self, leaf: Any) -> None:
+        leaf._grad = None
 
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
         leaf._grad = gradient if leaf._grad is None else leaf._grad + gradient
@@ -207,14 +215,16 @@ class Gradients(Platform):
         self, outputs: Sequence[Any], call: Callable[[], None]
     ) -> None:
         def run(_: Any) -> None:
-            call()
+            with self.in_backward():
+                call()
 
         for output in outputs:
             output.register_hook(run)
 
     def after_backward_to(self, tensor: Any, call: Callable[[], None]) -> Any:
         def run(_: Any) -> None:
-            call()
+            with self.in_backward():
+                call()
 
         alias = tensor * 1
         alias.register_hook(run)

@@ -193,7 +193,12 @@ class Modules(Tensors):
             )
 
     def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
-        private.own_parameters(module)[name] = tensor
+        # Cells ask their parameters for more than tensors have: what is no parameter hides the one of its name.
+        if isinstance(tensor, Parameter):
+            vars(module).pop(name, None)
+            private.own_parameters(module)[name] = tensor
+        else:
+            vars(module)[name] = tensor
 
     def register_full_backward_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False

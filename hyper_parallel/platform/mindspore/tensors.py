@@ -336,6 +336,16 @@ class Tensors(Platform):
         versions.note_change_of(target)
         _fill(target, source)
 
+    def copy_part(
+        self, tensor: Any, slices: tuple[slice, ...], shape: tuple[int, ...]
+    ) -> Any:
+        def take(whole: Any) -> Any:
+            return self.clone(whole[slices].contiguous())
+
+        if self.is_meta(tensor):
+            return deferred_tensor.derived(tensor, shape, take)
+        return take(tensor)
+
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         if self.is_recorded(target) or self.is_recorded(
             source
@@ -365,6 +375,7 @@ class Tensors(Platform):
         tensor.untyped_storage().resize_(tensor.nbytes)
 
     counts_changes = False
+    releases_saved_tensors = False
 
     def version_of(self, tensor: Any) -> int | None:
         return versions.version_of(tensor)

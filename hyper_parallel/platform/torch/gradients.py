@@ -56,6 +56,9 @@ class Gradients(Platform):
     ) -> tuple[Any, Callable[[Any], None]]:
         return None, functools.partial(self.accumulate_gradient, leaf)
 
+    def forget_gradient(self, leaf: Any) -> None:
+        leaf.grad = None
+
     def accumulate_gradient(self, leaf: Any, gradient: Any) -> None:
         if leaf.grad is None:
             leaf.grad = gradient

@@ -318,6 +318,12 @@ class Tensors(Platform):
         if targets:
             torch._foreach_copy_(list(targets), list(sources))
 
+    def add_into(self, target: Any, source: Any) -> None:
+        target += source
+
+    def divide_by(self, tensor: Any, number: float) -> None:
+        tensor /= number
+
     def changed(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source, non_blocking)
 
