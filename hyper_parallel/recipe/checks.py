@@ -244,7 +244,8 @@ def _style(key: str, style: Style) -> Iterator[Problem]:
 def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
     if nproc is not None and recipe.ranks != nproc:
         sizes = recipe.mesh.sizes()
-        given = {name: sizes[name] for name in recipe.axes if sizes[name] is not None}
+        is_given = {name for name, size in sizes.items() if size is not None}
+        given = {name: size for name, size in recipe.axes.items() if name in is_given}
         needs = f"{format_axes(given)} needs {recipe.ranks} ranks"
         remedy = f"say --nproc {recipe.ranks} or {_fit(recipe.axes, nproc)}"
         yield Problem("mesh", f"{needs}, but there are {nproc}; {remedy}")

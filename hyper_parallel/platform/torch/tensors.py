@@ -426,11 +426,15 @@ class Tensors(Platform):
         return tensor.data
 
     def release_memory(self, tensor: Any) -> None:
-        tensor.untyped_storage().resize_(0)
+        storage = tensor.untyped_storage()
+        if storage.resizable():  # an array of numpy in the same memory keeps it
+            storage.resize_(0)
 
     def restore_memory(self, tensor: Any) -> None:
-        offset = tensor.storage_offset() * tensor.element_size()
-        tensor.untyped_storage().resize_(offset + tensor.nbytes)
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            offset = tensor.storage_offset() * tensor.element_size()
+            storage.resize_(offset + tensor.nbytes)
 
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
