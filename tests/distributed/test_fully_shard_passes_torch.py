@@ -487,6 +487,36 @@ def test_exception_then_train(place):
 
 
 @on_ranks(2)
+def test_gradients_of_gradients_are_refused():
+    mesh = new_mesh()
+    _, many = both(mesh)
+    loss = loss_of(many, batches(1)[0])
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(loss, list(many.parameters()), create_graph=True)
+
+
+@on_ranks(2)
+def test_backward_of_an_earlier_pass_with_other_units():
+    mesh = new_mesh()
+    one, many = both(mesh)
+    first, second = batches(2)
+    losses = []
+    for net, rows in (
+        (one, (first, second)),
+        (many, [part_of(x, mesh) for x in (first, second)]),
+    ):
+        with_all = loss_of(net, rows[0])
+        net.skipped = 1
+        losses.append((with_all, loss_of(net, rows[1])))
+        net.skipped = None
+    for with_all, without in losses:
+        without.backward()
+        with_all.backward()
+    check_gradients(one, many)
+    check_sharded(many)
+
+
+@on_ranks(2)
 def test_parameters_changed_between_forward_and_backward_are_refused():
     mesh = new_mesh()
     _, many = both(mesh)

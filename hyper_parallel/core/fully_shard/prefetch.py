@@ -53,11 +53,15 @@ class Order:
 
     def within_and_after(self, unit: Any) -> list[Any]:
         """The units that were entered after this one: backward has left them when it leaves this one."""
+        if unit not in self._entered:
+            return []
         later = self._entered[self._entered.index(unit) + 1 :]
         return [one for one in self.all_left() if one in later]
 
     def after_and_outside(self, unit: Any) -> list[Any]:
         """The units that were entered when this one had been left: backward enters them before it."""
+        if unit not in self._left:
+            return []
         left_later = self._left[self._left.index(unit) + 1 :]
         return [one for one in self.within_and_after(unit) if one in left_later]
 

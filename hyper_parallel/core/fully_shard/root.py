@@ -113,7 +113,20 @@ class Root:
             platform.after_backward(self._end_backward)
         return number
 
-    def pass_over_skipped(self, runners: Sequence[Runner]) -> None:
+    def pass_over_skipped_before(self, runner: Runner) -> None:
+        """When backward enters a unit: has the units that it should have entered before, and did not, take part."""
+        if self._takes_part_anyway():
+            self._pass_over(self.order.after_and_outside(runner))
+
+    def pass_over_skipped_within(self, runner: Runner) -> None:
+        """The same when backward leaves a unit, for the units that forward has entered after it."""
+        if self._takes_part_anyway():
+            self._pass_over(self.order.within_and_after(runner))
+
+    def _takes_part_anyway(self) -> bool:
+        return any(runner.unit.settings.reduces_unused for runner in self._runners)
+
+    def _pass_over(self, runners: Sequence[Runner]) -> None:
         """Has those of the units that backward has not entered, where that is asked, do what other ranks do in it."""
         for runner in runners:
             settings = runner.unit.settings
@@ -146,7 +159,7 @@ class Root:
                 _complete(reduction, complete)
 
     def _end_backward(self) -> None:
-        self.pass_over_skipped(self.order.all_left())
+        self._pass_over(self.order.all_left())
         self.finish_reductions()
         for runner in self._runners:
             if runner.unit.has_waiting_gradients:

@@ -271,7 +271,7 @@ class Runner:
         number = root.enter_backward()
         if not use.enter_backward(number):
             return
-        root.pass_over_skipped(root.order.after_and_outside(self))
+        root.pass_over_skipped_before(self)
         self.entered_in = number
         self.unit.check_unchanged(use.versions)
         if self._use is not use:
@@ -300,6 +300,7 @@ class Runner:
         """Takes the gradients of the whole tensors; returns what backward returns for the shards."""
         root, unit = self.root, self.unit
         assert root is not None
+        self._check_first_order(gradients)
         root.enter_backward()
         nothing = [None] * len(unit.managed)
         unit.take_gradients(gradients)
@@ -307,7 +308,7 @@ class Runner:
         self._leave_backward(use)
         if not unit.settings.syncs_gradients:
             return nothing
-        root.pass_over_skipped(root.order.within_and_after(self))
+        root.pass_over_skipped_within(self)
         root.advance_reductions()
         leaves = [one._local for one in unit.sharded]
         with platform.no_grad():
@@ -324,6 +325,16 @@ class Runner:
                 for number, gradient in reduction.finish().items():
                     results[number] = fit_gradient(gradient, leaves[number])
         return results
+
+    def _check_first_order(self, gradients: Sequence[Any]) -> None:
+        given = [gradient for gradient in gradients if gradient is not None]
+        if any(platform.is_recorded(gradient) for gradient in given):
+            raise coded(
+                RuntimeError,
+                "HP432",
+                f"fully_shard: gradients of gradients through {self.unit.name} are not supported; leave create_graph "
+                "out, or use replicate, with which they are exact",
+            )
 
     def _defer(
         self, root: Root, reductions: Sequence[Any], leaves: Sequence[Any]
