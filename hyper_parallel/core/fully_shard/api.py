@@ -64,11 +64,7 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     check_modules(modules)
-    if mesh is None:
-        ranks = platform.get_world_size()
-        mesh = init_device_mesh(
-            platform.device_type(), (ranks,), mesh_dim_names=("dp_shard",)
-        )
+    mesh = _mesh_of_all_ranks() if mesh is None else mesh
     data = data_mesh(mesh)
     group_size = _check_reshard(reshard_after_forward, data.shard.ranks)
     policy = mp_policy or MixedPrecisionPolicy()
@@ -83,21 +79,31 @@ def fully_shard(
         unit.settings.reshard_after_forward = reshard_after_forward
     elif reshard_after_forward is not None:
         unit.settings.reshard_after_forward = reshard_after_forward > 1
-    runner = Runner(unit, modules)
-    for one in modules:
-        _become_unit(one)
+    _attach(Runner(unit, modules), mesh)
+    if batch_dim is not None:
+        for one in modules:
+            divide_batches(one, mesh, batch_dim)
+    return module
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    ranks = platform.get_world_size()
+    kind = platform.device_type()
+    return init_device_mesh(kind, (ranks,), mesh_dim_names=("dp_shard",))
+
+
+def _attach(runner: Runner, mesh: DeviceMesh) -> None:
+    """Has the modules of a unit gather and free its parameters."""
+    for module in runner.modules:
+        _become_unit(module)
         attach(
-            one,
+            module,
             "gather parameters",
             enter=runner.enter,
             leave=runner.leave,
             on_error=runner.undo,
             source=f"fully_shard({', '.join(_describe_axes(mesh))})",
         )
-    if batch_dim is not None:
-        for one in modules:
-            divide_batches(one, mesh, batch_dim)
-    return module
 
 
 def _describe_axes(mesh: DeviceMesh) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
@@ -106,6 +106,18 @@ def _find_places(
     inner = {runner for module in modules for runner in runners_below(module)}
     taken = {id(parameter) for one in inner for parameter in one.unit.sharded}
     places: dict[int, tuple[str, Any, list[tuple[Any, str]]]] = {}
+    for owner, name, full, parameter in _walk_parameters(modules):
+        _check_not_both(full, id(parameter), taken, ignored)
+        if id(parameter) not in taken and id(parameter) not in ignored:
+            entry = places.setdefault(id(parameter), (full, parameter, []))
+            entry[2].append((owner, name))
+    return places
+
+
+def _walk_parameters(
+    modules: Sequence[Any],
+) -> Iterator[tuple[Any, str, str, Any]]:
+    """(module, name in it, full name, parameter) of all parameters, as often as modules have them."""
     seen: set[int] = set()
     for module in modules:
         own = {id(one) for one in platform.parameters_dict(module).values()}
@@ -114,20 +126,17 @@ def _find_places(
                 continue
             seen.add(id(owner))
             for name, tensor in platform.own_tensors(owner):
-                if id(tensor) not in own:
-                    continue  # a buffer
-                if id(tensor) in taken and id(tensor) in ignored:
-                    raise coded(
-                        ValueError,
-                        "HP425",
-                        f"fully_shard: ignored_params has {name!r}, which a unit below shards already",
-                    )
-                if id(tensor) in taken or id(tensor) in ignored:
-                    continue
-                full = f"{path}.{name}" if path else name
-                entry = places.setdefault(id(tensor), (full, tensor, []))
-                entry[2].append((owner, name))
-    return places
+                if id(tensor) in own:  # else a buffer
+                    yield owner, name, f"{path}.{name}" if path else name, tensor
+
+
+def _check_not_both(name: str, key: int, taken: set[int], ignored: set[int]) -> None:
+    if key in taken and key in ignored:
+        raise coded(
+            ValueError,
+            "HP425",
+            f"fully_shard: ignored_params has {name!r}, which a unit below shards already",
+        )
 
 
 # What units have replaced: a parameter that is still found elsewhere is tied across units.
