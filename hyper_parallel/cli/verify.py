@@ -95,7 +95,7 @@ def _mesh_keys(mesh: str | None) -> list[str]:
     ]
     if wrong:
         raise BadInputError(
-            f"--mesh: expected axes {' and '.join(ROLES)} with their sizes, as dp=2,tp=2, got {mesh!r}"
+            f"--mesh: expected axes {', '.join(ROLES)} with their sizes, as dp=2,tp=2, got {mesh!r}"
         )
     return [f"mesh.{name}={pairs.get(name, 1)}" for name in ROLES]
 

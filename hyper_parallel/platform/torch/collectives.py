@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.platform.agreement import dtype_name
 from hyper_parallel.platform.checks import check_reduction, check_tensor
 from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
@@ -573,7 +572,8 @@ def _native_reduce_scatter(
 
 def _call_on_all(name: str, tensors: Sequence[torch.Tensor], number: int) -> Call:
     sizes = tuple(tensor.numel() for tensor in tensors)
-    return Call(name, (dtype_name(tensors[0]), sizes, f"number {number}"))
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return Call(name, (dtype, sizes, f"number {number}"))
 
 
 def _share(data: torch.Tensor, group: dist.ProcessGroup) -> int:
