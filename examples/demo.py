@@ -203,7 +203,9 @@ def megatron(recipe: dict[str, Any], model: Llama) -> Costs:
     sequence parallel the gradients of the norms need a sum of their own. (That its code gathers inputs a second time in
     backward, to save memory, is not counted.)
     """
-    element = {"float32": 4, "float64": 8, "bfloat16": 2}[recipe["precision"]["parameters"]]
+    element = {"float32": 4, "float64": 8, "bfloat16": 2}[
+        recipe["precision"]["parameters"]
+    ]
     tokens = recipe["data"]["batch"] // DP * recipe["data"]["length"]
     exchanges = 2 * model.config.layers + 1
     matrices, vectors = (

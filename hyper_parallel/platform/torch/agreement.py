@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.agreement import Call, check_agreement
 
-__all__ = ["Call", "require_agreement"]
-
 
 def require_agreement(call: Call, group: dist.ProcessGroup) -> None:
     """A ValueError on every rank of the group if their calls do not fit together."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.platform.agreement import Call
 from hyper_parallel.platform.checks import check_reduction, check_tensor
 from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
@@ -17,7 +18,6 @@ from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import Traffic
 from hyper_parallel.platform.torch import gloo, order
-from hyper_parallel.platform.torch.agreement import Call, require_agreement
 from hyper_parallel.platform.torch.faults import (
     BACKEND_ERRORS,
     Handle,
@@ -478,6 +478,9 @@ class Collectives(Groups, Differentiable):
         if is_compared:
             self._compare(call, group)
         if self._checks_collectives:
+            # Rarely asked for, and importing the platform is to stay light.
+            from hyper_parallel.platform.torch.agreement import require_agreement
+
             self._call(call.name, group, lambda: require_agreement(call, group))
         self._tell(call.name, dist.get_process_group_ranks(group), nbytes)
 
