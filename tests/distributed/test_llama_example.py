@@ -232,7 +232,7 @@ def test_a_step_costs_what_megatrons_costs(tmp_path, sequence):
     assert found == expected
     options = options_of(tmp_path, "")
     recipe = {
-        "precision": options.dtype,
+        "precision": {"parameters": options.dtype},
         "data": {"batch": options.batch, "length": options.context},
         "plan": {"arguments": {"sequence_parallel": bool(sequence)}},
     }
