@@ -109,7 +109,7 @@ def make_offer(
     except RuntimeError as error:
         return Offer("", "", 0, "", "", error), None
     return Offer(
-        _host(),
+        find_host(),
         f"{what} in {file.nbytes} bytes",
         file.nbytes,
         file.address(),
@@ -195,7 +195,7 @@ def _end_file(descriptor: int, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _host() -> str:
+def find_host() -> str:
     """The same on all processes of a host, different on different hosts; containers of one host are one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return (

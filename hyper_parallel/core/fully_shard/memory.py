@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_parallel.core.fully_shard.packing import Packing
 from hyper_parallel.core.fully_shard.plan import Owner, Plan
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.rows import Rows
 
 platform = get_platform()
 
@@ -87,37 +89,12 @@ class Gatherer:
     gather different units are told so.
     """
 
-    def __init__(self, memory: Memory, plan: Plan, group: Any, owner: Owner) -> None:
-        self.memory, self.plan = memory, plan
-        self._group, self._owner = group, owner
-        self._rows: Any = None
+    def __init__(
+        self, memory: Memory, packing: Packing, group: Any, owner: Owner
+    ) -> None:
+        self.memory, self.plan = memory, packing.plan
+        self._packing, self._group, self._owner = packing, group, owner
         self._targets: list[Any] = []
-        self._pieces: list[Any] = []
-
-    def _allocate_rows(self) -> None:
-        plan, memory = self.plan, self.memory
-        if self._rows is not None:
-            platform.restore_memory(self._rows)
-            return
-        shape = (plan.ranks, plan.row + 1)
-        self._rows = platform.empty(shape, memory.dtype, memory.device)
-        self._targets, self._pieces = self._view_pieces()
-
-    def _release_rows(self) -> None:
-        if platform.releases_saved_tensors:
-            platform.release_memory(self._rows)
-        else:  # the targets are other tensors the next time
-            self._rows, self._targets, self._pieces = None, [], []
-
-    def _view_pieces(self) -> tuple[list[Any], list[Any]]:
-        """The places of packed shards in the whole tensors, and in the rows."""
-        tensors, pieces = self.memory.tensors, self.plan.pieces
-        targets = [tensors[piece.number][piece.slices] for piece in pieces]
-        sources = [
-            self._rows[piece.rank, piece.start : piece.stop].reshape(piece.shape)
-            for piece in pieces
-        ]
-        return targets, sources
 
     def start(self, shards: Sequence[Any]) -> Gather:
         """Starts to gather every rank's shards."""
@@ -125,41 +102,52 @@ class Gatherer:
         memory.allocate()
         if plan.ranks == 1:
             platform.copy_all(memory.tensors, shards)
-            return Gather(self, None)
+            return Gather(self, None, None)
         outputs = [memory.tensors[number].reshape(-1) for number in plan.direct]
         sources = [self._prepare(shards[number]) for number in plan.direct]
+        rows = None
         if plan.packed:
-            self._allocate_rows()
-            outputs.append(self._rows.reshape(-1))
-            sources.append(self._pack(shards))
+            rows = platform.take_rows(plan.row + 1, memory.dtype, self._group)
+            self._pack(rows.own, shards)
         handle = platform.gather_tensors(
-            outputs, sources, self._group, self._owner.number
+            outputs, sources, self._group, self._owner.number, rows
         )
-        return Gather(self, handle)
+        return Gather(self, handle, rows)
 
     def _prepare(self, shard: Any) -> Any:
         moved = shard.to(self.memory.device).to(self.memory.dtype)
         return moved.contiguous().reshape(-1)
 
-    def _pack(self, shards: Sequence[Any]) -> Any:
-        plan = self.plan
-        row = platform.empty((plan.row + 1,), self.memory.dtype, self.memory.device)
-        own = [piece for piece in plan.pieces if piece.rank == plan.index]
-        targets = [row[one.start : one.stop].reshape(one.shape) for one in own]
+    def _pack(self, row: Any, shards: Sequence[Any]) -> None:
+        index = self.plan.index
+        own = self.plan.pieces[index]
+        targets = self._packing.pieces_in(row, index)
         platform.copy_all(targets, [shards[piece.number] for piece in own])
-        row[plan.row] = _to_element(self._owner.number)
-        return row
+        row[self.plan.row] = _to_element(self._owner.number)
 
-    def finish(self) -> None:
+    def unpack(self, rows: Sequence[Any]) -> None:
         """Copies packed tensors from the ranks' rows into their places."""
-        if not self.plan.packed:
-            return
-        numbers = self._rows[:, self.plan.row].tolist()
+        numbers = [int(row[self.plan.row].item()) for row in rows]
         if any(number != _to_element(self._owner.number) for number in numbers):
-            self._release_rows()
             raise _explain_other_unit(self._owner, numbers)
-        platform.copy_all(self._targets, self._pieces)
-        self._release_rows()
+        sources: list[Any] = []
+        for rank, row in enumerate(rows):
+            sources += self._packing.pieces_in(row, rank)
+        platform.copy_all(self._find_targets(), sources)
+
+    def _find_targets(self) -> list[Any]:
+        """The places of packed shards in the whole tensors."""
+        if self._targets:
+            return self._targets
+        tensors = self.memory.tensors
+        targets = [
+            tensors[piece.number][piece.slices]
+            for pieces in self.plan.pieces
+            for piece in pieces
+        ]
+        if platform.releases_saved_tensors:  # else tensors are others the next time
+            self._targets = targets
+        return targets
 
 
 def _to_element(number: int) -> int:
@@ -167,26 +155,31 @@ def _to_element(number: int) -> int:
     return number % 128
 
 
-def _explain_other_unit(owner: Owner, numbers: Sequence[float]) -> Exception:
-    others = [int(number) for number in numbers]
+def _explain_other_unit(owner: Owner, numbers: Sequence[int]) -> Exception:
     return coded(
         RuntimeError,
         "HP430",
         f"fully_shard: this rank gathers unit {owner.number}, {owner.name}, but the ranks of its group gather the "
-        f"units {others}; every rank must call fully_shard for the same modules in the same order, and run the same "
-        "units in the same order",
+        f"units {list(numbers)}; every rank must call fully_shard for the same modules in the same order, and run the "
+        "same units in the same order",
     )
 
 
 class Gather:
     """A gather under way."""
 
-    def __init__(self, gatherer: Gatherer, handle: Any) -> None:
-        self._gatherer, self._handle = gatherer, handle
+    def __init__(self, gatherer: Gatherer, handle: Any, rows: Rows | None) -> None:
+        self._gatherer, self._handle, self._rows = gatherer, handle, rows
 
     def finish(self) -> None:
         """Waits until the tensors are whole."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            handle.wait()
-            self._gatherer.finish()
+        handle, self._handle = self._handle, None
+        rows, self._rows = self._rows, None
+        try:
+            if handle is not None:
+                handle.wait()
+            if rows is not None:
+                self._gatherer.unpack(rows.read())
+        finally:
+            if rows is not None:
+                rows.release()

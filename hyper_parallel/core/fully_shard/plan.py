@@ -131,25 +131,35 @@ class Plan:
         return (*before, slice(start, stop))
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """The packed shards of all ranks that have elements."""
+    def pieces(self) -> list[list[Piece]]:
+        """The packed shards that have elements, by rank."""
+        return [self._pieces_of(rank) for rank in range(self.ranks)]
+
+    def _pieces_of(self, rank: int) -> list[Piece]:
         pieces = []
         for number in self.packed:
             start = self.offsets[number]
-            for rank in range(self.ranks):
-                shape = self.shard_shape(number, rank)
-                stop = start + math.prod(shape)
-                if stop > start:
-                    slices = self.slices(number, rank)
-                    pieces.append(Piece(number, rank, start, stop, shape, slices))
+            shape = self.shard_shape(number, rank)
+            stop = start + math.prod(shape)
+            if stop > start:
+                slices = self.slices(number, rank)
+                pieces.append(Piece(number, start, stop, shape, slices))
         return pieces
+
+    @cached_property
+    def even(self) -> tuple[int, ...]:
+        """The packed entries of which every rank has equally many consecutive elements."""
+        return tuple(
+            number
+            for number in self.packed
+            if self.entries[number].joins_without_copy(self.ranks)
+        )
 
 
 class Piece(NamedTuple):
     """A rank's shard of an entry: where it is in the rank's row of a buffer, and in the whole tensor."""
 
     number: int
-    rank: int
     start: int
     stop: int
     shape: tuple[int, ...]

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.fully_shard.plan import Owner, Plan
+from hyper_parallel.core.fully_shard.packing import Packing, pair_gradients
+from hyper_parallel.core.fully_shard.plan import Owner
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.rows import Rows
 
 platform = get_platform()
 
@@ -28,68 +30,72 @@ class Scatter:
     """A reduce-scatter of the gradients of some entries, whose results are views of one flat tensor."""
 
     def __init__(
-        self, plan: Plan, gradients: Sequence[Any], dtype: Any, owner: Owner
+        self, packing: Packing, gradients: Sequence[Any], dtype: Any, owner: Owner
     ) -> None:
-        self.plan, self._dtype, self._owner = plan, dtype, owner
-        self._gradients = list(gradients)
-        self._is_used = tuple(gradient is not None for gradient in gradients)
+        plan = packing.plan
+        self.plan, self._packing = plan, packing
+        self._dtype, self._owner = dtype, owner
         self._device = platform.device()
+        self._is_used = tuple(gradient is not None for gradient in gradients)
+        self._gradients = [
+            self._zeros(number) if gradient is None else gradient
+            for number, gradient in enumerate(gradients)
+        ]
         sizes = [math.prod(plan.shard_shape(number)) for number in plan.direct]
         self._starts = [sum(sizes[:position]) for position in range(len(sizes) + 1)]
         self._row_start = self._starts[-1]
         self._marks_start = self._row_start + plan.row
-        size = self._marks_start + len(plan.entries) + 2 * DIGITS
+        self._row_length = plan.row + len(plan.entries) + 2 * DIGITS
+        size = self._row_start + self._row_length
         self.flat = platform.empty((size,), dtype, self._device)
         self._handle: Any = None
+        self._rows: Rows | None = None
 
     def start(self, group: Any) -> None:
         """Starts the collective."""
-        plan = self.plan
-        rows = self._pack()
-        sources = [self._whole(number).reshape(-1) for number in plan.direct]
-        self._gradients = []
-        sources.append(rows.reshape(-1))
+        plan, length = self.plan, self._row_length
+        sources = [
+            self._gradients[number].contiguous().reshape(-1) for number in plan.direct
+        ]
         stops = [*self._starts[1:], int(self.flat.shape[0])]
         outputs = [
             self.flat[start:stop]
             for start, stop in zip(self._starts, stops, strict=True)
         ]
-        if plan.ranks == 1:
-            platform.copy_all(outputs, sources)
-            return
-        self._handle = platform.reduce_scatter_tensors(
-            outputs, sources, group, self._owner.number
-        )
+        self._rows = platform.take_rows(length, self._dtype, group, is_outgoing=True)
+        self._pack(self._rows.own)
+        if plan.ranks > 1:
+            self._handle = platform.reduce_scatter_tensors(
+                outputs, sources, group, self._owner.number, self._rows
+            )
+        else:
+            platform.copy_all(outputs, [*sources, self._rows.own.reshape(-1)])
+            self._rows.release()
 
-    def _pack(self) -> Any:
-        plan = self.plan
-        marks = _marks(self._is_used, self._owner.number, plan.ranks, self._dtype)
-        rows = platform.zeros(
-            (plan.ranks, plan.row + marks.shape[1]), self._dtype, self._device
-        )
-        targets, sources = [rows[:, plan.row :]], [marks]
-        for piece in plan.pieces:
-            gradient = self._gradients[piece.number]
-            if gradient is not None:
-                target = rows[piece.rank, piece.start : piece.stop]
-                targets.append(target.reshape(piece.shape))
-                sources.append(gradient[piece.slices])
-        platform.copy_all(targets, sources)
-        return rows
+    def _pack(self, rows: Any) -> None:
+        """Packs what is not sent directly."""
+        ranks = self.plan.ranks
+        places = self._packing.targets_in(rows)
+        targets, sources = pair_gradients(places, self._gradients, ranks)
+        marks = _marks(self._is_used, self._owner.number, ranks, self._dtype)
+        platform.copy_all([*targets, places.marks], [*sources, marks])
+        self._gradients = []
 
-    def _whole(self, number: int) -> Any:
-        gradient = self._gradients[number]
-        if gradient is None:
-            shape = self.plan.entries[number].shape
-            return platform.zeros(shape, self._dtype, self._device)
-        return gradient.contiguous()
+    def _zeros(self, number: int) -> Any:
+        shape = self.plan.entries[number].shape
+        return platform.zeros(shape, self._dtype, self._device)
 
     def wait(self) -> None:
         """Waits until the results are there; raises if another rank has reduced another unit."""
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
-        handle.wait()
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        try:
+            handle.wait()
+        finally:
+            rows.release()
         start = self._marks_start + len(self.plan.entries)
         digits = self.flat[start:].tolist()
         expected = _digits(self._owner.number)

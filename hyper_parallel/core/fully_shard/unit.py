@@ -23,6 +23,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.fully_shard.memory import Gather, Gatherer, Memory
+from hyper_parallel.core.fully_shard.packing import Packing
 from hyper_parallel.core.fully_shard.plan import Entry, Plan
 from hyper_parallel.core.fully_shard.reduction import Reduction, Scatter
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
@@ -151,7 +152,7 @@ class Unit:
         self._pieces: list[list[Any]] = []  # in the state ``regrouped``, by part
         self._gathers: list[Gather] = []
         self._versions: tuple[Any, ...] | None = None
-        self._plans: dict[Any, Plan] = {}
+        self._packings: dict[Any, Packing] = {}
 
     def _move_to(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
@@ -186,27 +187,29 @@ class Unit:
 
     def _make_part(self, numbers: tuple[int, ...], dtype: Any) -> Part:
         shard, subgroup = self.mesh.shard, self.subgroup
-        plan = self._plan(numbers, dtype, shard)
-        memory = Memory(plan, dtype, platform.device())
-        from_shards = Gatherer(memory, plan, shard.group, self)
+        packing = self._plan(numbers, dtype, shard)
+        memory = Memory(packing.plan, dtype, platform.device())
+        from_shards = Gatherer(memory, packing, shard.group, self)
         from_pieces = None
         if subgroup is not None:
             small = self._plan(numbers, dtype, subgroup)
             from_pieces = Gatherer(memory, small, subgroup.group, self)
         return Part(numbers, memory, from_shards, from_pieces)
 
-    def _plan(self, numbers: tuple[int, ...], dtype: Any, division: Division) -> Plan:
+    def _plan(
+        self, numbers: tuple[int, ...], dtype: Any, division: Division
+    ) -> Packing:
         key = (numbers, dtype, division)
-        plan = self._plans.get(key)
-        if plan is None:
+        packing = self._packings.get(key)
+        if packing is None:
             size = platform.get_element_size(platform.empty((0,), dtype))
             entries = tuple(
                 Entry(self.managed[number].shape, self.managed[number].dim, size)
                 for number in numbers
             )
-            plan = Plan(entries, division.ranks, division.index)
-            self._plans[key] = plan
-        return plan
+            packing = Packing(Plan(entries, division.ranks, division.index))
+            self._packings[key] = packing
+        return packing
 
     # --- gathering
 
@@ -385,8 +388,8 @@ class Unit:
         reductions = []
         for dtype, numbers in by_dtype.items():
             own = [gradients.get(number) for number in numbers]
-            plan = self._plan(tuple(numbers), dtype, self.mesh.shard)
-            scatter = Scatter(plan, own, dtype, self)
+            packing = self._plan(tuple(numbers), dtype, self.mesh.shard)
+            scatter = Scatter(packing, own, dtype, self)
             scatter.start(self.mesh.shard.group)
             reduction = Reduction(
                 numbers,

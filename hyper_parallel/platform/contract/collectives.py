@@ -22,6 +22,7 @@ from hyper_parallel.platform.order import (
     HYPER_PARALLEL_CHECK_ORDER,
     first_compared,
 )
+from hyper_parallel.platform.rows import Rows
 
 HYPER_PARALLEL_CHECK = "HYPER_PARALLEL_CHECK"
 
@@ -85,16 +86,27 @@ class Collectives(Ranks):
         """Reduces ``data`` over the group and returns this rank's chunk of equal chunks along dim 0."""
 
     @abstractmethod
+    def take_rows(
+        self, length: int, dtype: Any, group: Any, *, is_outgoing: bool = False
+    ) -> Rows:
+        """Memory for one row that all ranks read, or, with ``is_outgoing``, for one row to each rank.
+
+        Every rank of the group calls it in the same order, and passes the rows to one collective.
+        """
+
+    @abstractmethod
     def gather_tensors(
         self,
         outputs: Sequence[Any],
         sources: Sequence[Any],
         group: Any,
         number: int = 0,
+        rows: Rows | None = None,
     ) -> Any:
         """Starts one all-gather of flat tensors of one dtype into flat ``outputs``, in rank order; returns a handle.
 
-        ``number``: where the backend can, messages are not taken for those of a call with another number.
+        ``rows``: are gathered along. ``number``: where the backend can, messages are not taken for those of a call
+        with another number.
         """
 
     @abstractmethod
@@ -104,11 +116,13 @@ class Collectives(Ranks):
         sources: Sequence[Any],
         group: Any,
         number: int = 0,
+        rows: Rows | None = None,
     ) -> Any:
         """Starts one reduce-scatter by sum of flat tensors of one dtype into ``outputs``; returns a handle.
 
-        Each source holds the pieces of all ranks in rank order, each output this rank's sum. The sources must not
-        change before the handle's ``wait()`` has returned. ``number``: as in ``gather_tensors``.
+        Each source holds the pieces of all ranks in rank order, each output this rank's sum. ``rows``: outgoing ones,
+        whose sum is the last of the outputs. Sources and rows must not change before the handle's ``wait()`` has
+        returned. ``number``: as in ``gather_tensors``.
         """
 
     @abstractmethod

@@ -32,6 +32,7 @@ from hyper_parallel.platform.mindspore.store_collectives import (
 )
 from hyper_parallel.platform.order import parted
 from hyper_parallel.platform.platform import Traffic
+from hyper_parallel.platform.rows import BufferRows, Rows, join_gather, join_reduction
 
 # Letters of objects must not be taken for the user's tensors.
 _OBJECTS = "objects"
@@ -184,13 +185,22 @@ class Collectives(Groups, Differentiable):
         )
         return self._result(output, handle, async_op)
 
+    def take_rows(
+        self, length: int, dtype: Any, group: Any, *, is_outgoing: bool = False
+    ) -> Rows:
+        resolved = self._group("take_rows", group)
+        buffer = self.empty((resolved.size(), length), dtype, self.device())
+        return BufferRows(buffer, buffer if is_outgoing else buffer[resolved.rank()])
+
     def gather_tensors(
         self,
         outputs: Sequence[Any],
         sources: Sequence[Any],
         group: Any,
         number: int = 0,  # noqa: ARG002 - ranks meet by name
+        rows: Rows | None = None,
     ) -> Any:
+        outputs, sources = join_gather(rows, outputs, sources)
         packed = self.cat(sources)
         joined, handle = self.all_gather_into_tensor(packed, group, async_op=True)
 
@@ -210,7 +220,9 @@ class Collectives(Groups, Differentiable):
         sources: Sequence[Any],
         group: Any,
         number: int = 0,  # noqa: ARG002 - ranks meet by name
+        rows: Rows | None = None,
     ) -> Any:
+        sources = join_reduction(rows, sources)
         ranks = self._group("reduce_scatter_tensor", group).size()
         packed = self.cat([source.reshape(ranks, -1) for source in sources], 1)
         reduced, handle = self.reduce_scatter_tensor(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import Traffic
+from hyper_parallel.platform.rows import Rows, join_gather, join_reduction
 from hyper_parallel.platform.torch import gloo, order
+from hyper_parallel.platform.torch import rows as rows_of
 from hyper_parallel.platform.torch.faults import (
     BACKEND_ERRORS,
     Handle,
@@ -26,6 +29,7 @@ from hyper_parallel.platform.torch.faults import (
     waiting_in,
 )
 from hyper_parallel.platform.torch.groups import Groups
+from hyper_parallel.platform.torch.rows import SharedRows
 
 _REDUCE_OP = {
     "sum": dist.ReduceOp.SUM,
@@ -179,27 +183,54 @@ class Collectives(Groups, Differentiable):
             async_op,
         )
 
+    def take_rows(
+        self, length: int, dtype: Any, group: Any, *, is_outgoing: bool = False
+    ) -> Rows:
+        call = "take_rows"
+        resolved = self._group(call, group)
+        timeout = timeout_of(resolved)
+        take = functools.partial(
+            rows_of.take_rows,
+            *(length, dtype, self.device(), resolved, timeout),
+            is_outgoing=is_outgoing,
+        )
+        if rows_of.is_agreed(resolved):
+            return take()
+        with waiting_in(call, resolved):
+            taken: Rows = self._call(call, resolved, take)
+            return taken
+
     def gather_tensors(
         self,
         outputs: Sequence[Any],
         sources: Sequence[Any],
         group: Any,
         number: int = 0,
+        rows: Rows | None = None,
     ) -> Any:
         call = "all_gather_into_tensor"
         resolved = self._group(call, group)
-        received = sum(source.nbytes for source in sources) * (resolved.size() - 1)
-        self._announce(lambda: _call_on_all(call, sources, number), resolved, received)
+        outputs, sources = join_gather(rows, outputs, sources)
+        shared = rows if isinstance(rows, SharedRows) else None
+        own = sum(source.nbytes for source in sources) + (
+            shared.nbytes if shared else 0
+        )
+        received = own * (resolved.size() - 1)
+        describe = functools.partial(_describe_call, call, sources, shared, number)
+        self._announce(describe, resolved, received)
         is_compared = order.last(resolved)[1]  # as in all_gather_into_tensor
-        is_direct = gloo.is_used(resolved, sources[0]) and not is_compared
+        is_direct = (
+            not is_compared and bool(sources) and gloo.is_used(resolved, sources[0])
+        )
 
         def start() -> list[Any]:
-            return [
+            works = [
                 gloo.all_gather(output, source, resolved, number)
                 if is_direct
                 else _native_all_gather(output, source, resolved)
                 for output, source in zip(outputs, sources, strict=True)
             ]
+            return works if shared is None else [*works, shared.start()]
 
         works = gloo.SeveralWorks(self._call(call, resolved, start), is_direct)
         return Handle(works, call, resolved)
@@ -210,21 +241,31 @@ class Collectives(Groups, Differentiable):
         sources: Sequence[Any],
         group: Any,
         number: int = 0,
+        rows: Rows | None = None,
     ) -> Any:
         call = "reduce_scatter_tensor"
         resolved = self._group(call, group)
+        sources = join_reduction(rows, sources)
+        shared = rows if isinstance(rows, SharedRows) else None
         received = sum(_share(source, resolved) for source in sources)
-        self._announce(lambda: _call_on_all(call, sources, number), resolved, received)
+        if shared is not None:
+            received += shared.nbytes * (resolved.size() - 1)
+        describe = functools.partial(_describe_call, call, sources, shared, number)
+        self._announce(describe, resolved, received)
         is_compared = order.last(resolved)[1]
-        is_gloo = gloo.is_used(resolved, sources[0])
+        is_gloo = bool(sources) and gloo.is_used(resolved, sources[0])
 
         def start() -> list[tuple[Any, Callable[[], None]]]:
-            return [
+            started = [
                 gloo.reduce_scatter(output, source, resolved, number, is_compared)
                 if is_gloo
                 else _native_reduce_scatter(output, source, resolved)
-                for output, source in zip(outputs, sources, strict=True)
+                for output, source in zip(outputs, sources, strict=False)
             ]
+            if shared is not None:
+                add = functools.partial(shared.sum_into, outputs[-1])
+                started.append((shared.start(), add))
+            return started
 
         started = self._call(call, resolved, start)
         works = gloo.SeveralWorks([work for work, _ in started], not is_compared)
@@ -573,9 +614,15 @@ def _native_reduce_scatter(
     return work, lambda: None
 
 
-def _call_on_all(name: str, tensors: Sequence[torch.Tensor], number: int) -> Call:
+def _describe_call(
+    name: str, tensors: Sequence[torch.Tensor], rows: SharedRows | None, number: int
+) -> Call:
     sizes = tuple(tensor.numel() for tensor in tensors)
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    dtypes = [tensor.dtype for tensor in tensors]
+    if rows is not None:
+        sizes += (rows.own.numel(),)
+        dtypes.append(rows.own.dtype)
+    dtype = str(dtypes[0]).removeprefix("torch.")
     return Call(name, (dtype, sizes, f"number {number}"))
 
 

@@ -65,7 +65,8 @@ def all_gather(
         copies = source.expand(count, *source.shape).contiguous().view(output.shape)
         return dist.all_to_all_single(output, copies, group=group, async_op=True)
     pieces = output.view(count, *source.shape)
-    pieces[rank].copy_(source)
+    if pieces[rank].data_ptr() != source.data_ptr():
+        pieces[rank].copy_(source)
     works = []
     for distance in range(1, count):
         to, origin = (rank + distance) % count, (rank - distance) % count
