@@ -22,7 +22,7 @@ import os
 import select
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # As many messages of a rank are known; nobody lets as many collectives be under way at once.
 RECENT = 128
@@ -47,6 +47,7 @@ class Slot:
         self.descriptor = descriptor
         self.message = 0  # the last one that was in it
         self.is_taken = False
+        self.views: dict[Any, Any] = {}  # tensors in it, for whoever makes them
         if path is None:
             self.memory = mmap.mmap(descriptor, nbytes)
             weakref.finalize(self, os.close, descriptor)

@@ -10,7 +10,9 @@ Example::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.fully_shard.plan import Plan
@@ -28,10 +30,15 @@ class Targets(NamedTuple):
 
 
 class Packing:
-    """The views of a plan's packed entries."""
+    """The views of a plan's packed entries.
+
+    Sums of this rank's shards come in one flat tensor: those that were sent directly, then its row.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        sizes = [math.prod(plan.shard_shape(number)) for number in plan.direct]
+        self.starts = [sum(sizes[:position]) for position in range(len(sizes) + 1)]
         self._pieces: dict[int, tuple[Any, list[Any]]] = {}
         self._targets: dict[int, tuple[Any, Targets]] = {}
 
@@ -43,6 +50,20 @@ class Packing:
             if platform.releases_saved_tensors:  # else memory is another each time
                 self._pieces[id(row)] = row, views
         return views
+
+    @cached_property
+    def sums(self) -> list[tuple[slice, tuple[int, ...]]]:
+        """Where the sum of each entry is in the flat tensor, and its shape."""
+        plan, row_start = self.plan, self.starts[-1]
+        places = []
+        for number in range(len(plan.entries)):
+            shape = plan.shard_shape(number)
+            if number in plan.direct:
+                start = self.starts[plan.direct.index(number)]
+            else:
+                start = row_start + plan.offsets[number]
+            places.append((slice(start, start + math.prod(shape)), shape))
+        return places
 
     def targets_in(self, rows: Any) -> Targets:
         """The places of gradients in rows, one for each rank."""

@@ -8,7 +8,6 @@ they are. So all ranks learn which gradients are None everywhere, and whether th
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,12 +40,10 @@ class Scatter:
             self._zeros(number) if gradient is None else gradient
             for number, gradient in enumerate(gradients)
         ]
-        sizes = [math.prod(plan.shard_shape(number)) for number in plan.direct]
-        self._starts = [sum(sizes[:position]) for position in range(len(sizes) + 1)]
-        self._row_start = self._starts[-1]
-        self._marks_start = self._row_start + plan.row
+        row_start = packing.starts[-1]
+        self._marks_start = row_start + plan.row
         self._row_length = plan.row + len(plan.entries) + 2 * DIGITS
-        size = self._row_start + self._row_length
+        size = row_start + self._row_length
         self.flat = platform.empty((size,), dtype, self._device)
         self._handle: Any = None
         self._rows: Rows | None = None
@@ -57,10 +54,10 @@ class Scatter:
         sources = [
             self._gradients[number].contiguous().reshape(-1) for number in plan.direct
         ]
-        stops = [*self._starts[1:], int(self.flat.shape[0])]
+        starts = self._packing.starts
+        stops = [*starts[1:], int(self.flat.shape[0])]
         outputs = [
-            self.flat[start:stop]
-            for start, stop in zip(self._starts, stops, strict=True)
+            self.flat[start:stop] for start, stop in zip(starts, stops, strict=True)
         ]
         self._rows = platform.take_rows(length, self._dtype, group, is_outgoing=True)
         self._pack(self._rows.own)
@@ -116,12 +113,8 @@ class Scatter:
         return self._take(number)
 
     def _take(self, number: int) -> Any:
-        shape = self.plan.shard_shape(number)
-        if number in self.plan.direct:
-            start = self._starts[self.plan.direct.index(number)]
-        else:
-            start = self._row_start + self.plan.offsets[number]
-        return self.flat[start : start + math.prod(shape)].reshape(shape)
+        place, shape = self._packing.sums[number]
+        return self.flat[place].reshape(shape)
 
 
 def _explain_other_unit(owner: Owner) -> Exception:

@@ -286,8 +286,8 @@ class Runner:
     def _new_leaves(self, is_whole_batch: bool) -> list[Any]:
         """Whole tensors for recomputations, which are recorded as in forward, and through which no gradient flows."""
         tensors = self.unit.whole_tensors()
-        for tensor, shard in zip(tensors, self.unit.sharded, strict=True):
-            platform.set_requires_grad(tensor, platform.requires_grad(shard))
+        for tensor, is_trained in zip(tensors, self.unit.is_trained, strict=True):
+            platform.set_requires_grad(tensor, is_trained)
         return self._wrap(tensors, is_whole_batch)
 
     def _prefetch(self, given: list[Runner] | None, following: Any) -> None:
@@ -296,9 +296,12 @@ class Runner:
         for runner in given:
             runner.unit.start_gather()
 
-    def reduce(self, use: Use, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Takes the gradients of the whole tensors; returns what backward returns for the shards."""
-        root, unit = self.root, self.unit
+    def reduce(self, context: Any, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Takes the gradients of the whole tensors; returns what backward returns for the shards.
+
+        ``context``: of the autograd function from the shards to the whole tensors.
+        """
+        root, unit, use = self.root, self.unit, context.use
         assert root is not None
         self._check_first_order(gradients)
         root.enter_backward()
@@ -313,11 +316,10 @@ class Runner:
         leaves = [one._local for one in unit.sharded]
         with platform.no_grad():
             reductions = unit.start_reduction(use.factor)
-        numbers = [number for one in reductions for number in one.numbers]
-        if self._promised_in != platform.backward_number() and all(
-            platform.can_defer_gradient(leaves[number]) for number in numbers
-        ):
-            return self._defer(root, reductions, leaves)
+        if self._promised_in != platform.backward_number():
+            reduced = [leaves[number] for one in reductions for number in one.numbers]
+            if platform.can_defer_gradients(reduced, context):
+                return self._defer(root, reductions, leaves)
         root.finish_reductions()  # what was promised is complete before it is added to
         results: list[Any] = list(nothing)
         with platform.no_grad():
@@ -387,7 +389,7 @@ class Runner:
     def _leave_backward(self, use: Use) -> None:
         if use not in self._in_backward:
             return
-        is_trained = [platform.requires_grad(one) for one in self.unit.sharded]
+        is_trained = self.unit.is_trained
         if any(is_trained) and not use.is_reduced:
             return
         # The gradient of an input may still need a frozen parameter.
@@ -424,6 +426,8 @@ class Runner:
 
 def fit_gradient(gradient: Any, leaf: Any) -> Any:
     """A reduced gradient in the dtype and on the device of its shard."""
+    if gradient.dtype is leaf.dtype and gradient.device == leaf.device:
+        return gradient
     return gradient.to(leaf.device).to(leaf.dtype)
 
 
@@ -473,19 +477,17 @@ def _replicated(one: Managed, tensor: Any) -> Any:
 def _unshard() -> Any:
     class Unshard(platform.Function):  # type: ignore[name-defined, misc]
         @staticmethod
-        def forward(ctx: Any, runner: Runner, use: Use, *shards: Any) -> Any:
+        def forward(ctx: Any, runner: Runner, use: Use, *_: Any) -> Any:
             ctx.runner, ctx.use = runner, use
             ctx.set_materialize_grads(False)
             tensors = runner.unit.whole_tensors()
-            pairs = zip(tensors, shards, strict=True)
-            frozen = [
-                tensor for tensor, shard in pairs if not platform.requires_grad(shard)
-            ]
+            pairs = zip(tensors, runner.unit.is_trained, strict=True)
+            frozen = [tensor for tensor, is_trained in pairs if not is_trained]
             ctx.mark_non_differentiable(*frozen)
             return tuple(tensors)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, None, *ctx.runner.reduce(ctx.use, gradients))
+            return (None, None, *ctx.runner.reduce(ctx, gradients))
 
     return Unshard

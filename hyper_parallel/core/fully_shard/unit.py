@@ -143,7 +143,9 @@ class Unit:
         self.mesh, self.policy, self.subgroup = mesh, policy, subgroup
         self.settings = Settings()
         self.state = State.SHARDED
-        self.sharded: list[Any] = [one.parameter for one in managed]
+        self.sharded: list[Any] = []
+        self.is_trained: list[bool] = []
+        self._find_parameters()
         self.unreduced: dict[int, Any] = {}  # sums of whole gradients, not yet reduced
         self.unsummed: dict[int, Any] = {}  # sums of shards, not yet all-reduced
         self.is_installed = False
@@ -153,6 +155,10 @@ class Unit:
         self._gathers: list[Gather] = []
         self._versions: tuple[Any, ...] | None = None
         self._packings: dict[Any, Packing] = {}
+
+    def _find_parameters(self) -> None:
+        self.sharded = [one.parameter for one in self.managed]
+        self.is_trained = [platform.requires_grad(one._local) for one in self.sharded]
 
     def _move_to(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
@@ -220,9 +226,11 @@ class Unit:
         if self.state in (State.GATHERING, State.WHOLE):
             return
         if not self.is_installed:
-            self.sharded = [one.parameter for one in self.managed]
-        self._check_materialized()
-        self._versions = self._read_versions()
+            self._find_parameters()
+        versions = self._read_versions()
+        if versions != self._versions:
+            self._check_materialized()
+        self._versions = versions
         pieces, self._pieces = self._pieces, []
         self._move_to(State.GATHERING)
         with platform.no_grad():
@@ -294,7 +302,7 @@ class Unit:
 
     def _read_versions(self) -> tuple[Any, ...]:
         shards = [parameter._local for parameter in self.sharded]
-        return tuple((id(shard), platform.version_of(shard)) for shard in shards)
+        return tuple(map(id, shards)), platform.versions_of(shards)
 
     @property
     def may_have_changed(self) -> bool:
@@ -343,8 +351,6 @@ class Unit:
 
     def install(self, tensors: Sequence[Any]) -> None:
         """Makes these plain tensors what the modules read as their parameters."""
-        if not self.is_installed:
-            self.sharded = [one.parameter for one in self.managed]
         self.is_installed = True
         for one, tensor in zip(self.managed, tensors, strict=True):
             for owner, name in one.places:
@@ -366,7 +372,8 @@ class Unit:
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            new = gradient.to(self.reduce_dtype(number))
+            dtype = self.reduce_dtype(number)
+            new = gradient if gradient.dtype is dtype else gradient.to(dtype)
             waiting = self.unreduced.get(number)
             self.unreduced[number] = new if waiting is None else waiting + new
 
@@ -381,8 +388,8 @@ class Unit:
     def start_reduction(self, factor: float) -> list[Reduction]:
         """Starts to reduce the gradients that wait, with zeros for parameters that have none."""
         by_dtype: dict[Any, list[int]] = {}
-        for number, parameter in enumerate(self.sharded):
-            if platform.requires_grad(parameter):
+        for number, is_trained in enumerate(self.is_trained):
+            if is_trained:
                 by_dtype.setdefault(self.reduce_dtype(number), []).append(number)
         gradients, self.unreduced = self.unreduced, {}
         reductions = []

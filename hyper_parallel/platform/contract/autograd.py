@@ -157,6 +157,14 @@ class Autograd(Tensors):
     def can_defer_gradient(self, leaf: Any) -> bool:
         """Returns whether a leaf's gradient may be completed when the running backward ends, unseen by any hook."""
 
+    def can_defer_gradients(
+        self,
+        leaves: Sequence[Any],
+        context: Any,  # noqa: ARG002 - a framework may ask it
+    ) -> bool:
+        """The same for several inputs of an autograd function; ``context`` is that of its running backward."""
+        return all(self.can_defer_gradient(leaf) for leaf in leaves)
+
     @abstractmethod
     def defer_gradient(
         self, leaf: Any, part: Any, sum_now: Callable[[], Any]

@@ -61,6 +61,10 @@ class Memory(ABC):
     def version_of(self, tensor: Any) -> int | None:
         """Returns a counter that changes when the tensor is modified in place; None if changes are not counted."""
 
+    def versions_of(self, tensors: Sequence[Any]) -> tuple[int | None, ...]:
+        """Returns the ``version_of`` of each tensor."""
+        return tuple(self.version_of(tensor) for tensor in tensors)
+
     @abstractmethod
     def note_change(self, tensor: Any) -> None:
         """Counts a modification that the framework could not see, so that ``version_of`` changes."""

@@ -188,17 +188,16 @@ class Collectives(Groups, Differentiable):
     ) -> Rows:
         call = "take_rows"
         resolved = self._group(call, group)
-        timeout = timeout_of(resolved)
-        take = functools.partial(
-            rows_of.take_rows,
-            *(length, dtype, self.device(), resolved, timeout),
-            is_outgoing=is_outgoing,
+        device = self.device()
+        if not rows_of.is_agreed(resolved):
+            agree = functools.partial(
+                rows_of.agree, resolved, device, timeout_of(resolved)
+            )
+            with waiting_in(call, resolved):
+                self._call(call, resolved, agree)
+        return rows_of.take_rows(
+            length, dtype, device, resolved, is_outgoing=is_outgoing
         )
-        if rows_of.is_agreed(resolved):
-            return take()
-        with waiting_in(call, resolved):
-            taken: Rows = self._call(call, resolved, take)
-            return taken
 
     def gather_tensors(
         self,

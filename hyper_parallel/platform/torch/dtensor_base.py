@@ -584,6 +584,14 @@ for _name in (
     "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
 ):  # fmt: skip
     _OWN[_property(_name).__get__] = _attribute_of_shard(_name)
+# Optimizers ask every parameter for these, several times per step; a property of the class is not dispatched.
+for _name in ("device", "dtype", "is_sparse", "is_cpu", "is_cuda"):
+    setattr(DTensorBase, _name, property(_attribute_of_shard(_name)))
+DTensorBase.grad = property(  # type: ignore[assignment]
+    DTensorBase._gradient,
+    DTensorBase._set_gradient,
+    lambda tensor: tensor._set_gradient(None),
+)
 for _name in ("_version", "grad_fn", "is_leaf", "requires_grad"):
     _OWN[_property(_name).__get__] = _attribute_of_graph(_name)
 for _name in (

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -49,8 +50,18 @@ def longest_wait() -> tuple[str, float] | None:
     return collective, time.monotonic() - since
 
 
+_timeouts: WeakKeyDictionary[dist.ProcessGroup, timedelta] = WeakKeyDictionary()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of a group may take, as whoever made the group has said."""
+    timeout = _timeouts.get(group)
+    if timeout is None:
+        timeout = _timeouts[group] = _read_timeout(group)
+    return timeout
+
+
+def _read_timeout(group: dist.ProcessGroup) -> timedelta:
     for device in group._device_types:
         try:
             found = group._get_backend(device).options._timeout

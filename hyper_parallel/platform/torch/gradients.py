@@ -15,6 +15,14 @@ from torch import nn
 from hyper_parallel.platform.platform import Platform
 
 
+def _accumulates(node: Any) -> bool:
+    """Whether the running backward accumulates the gradient that this node stands for."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch does not tell within autograd.grad, where nothing is accumulated
+
+
 class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
 
@@ -39,14 +47,23 @@ class Gradients(Platform):
             or leaf._post_accumulate_grad_hooks
         ):
             return False
-        try:
-            return torch._C._will_engine_execute_node(
-                torch.autograd.graph.get_gradient_edge(leaf).node
-            )
-        except (
-            RuntimeError
-        ):  # torch does not tell within autograd.grad, where nothing is accumulated
+        return _accumulates(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+    def can_defer_gradients(self, leaves: Sequence[Any], context: Any) -> bool:
+        if torch.is_grad_enabled():
             return False
+        nodes = {
+            id(node.variable): node
+            for node, _ in context.next_functions
+            if hasattr(node, "variable")
+        }
+        return all(
+            id(leaf) in nodes
+            and not leaf._backward_hooks
+            and not leaf._post_accumulate_grad_hooks
+            and _accumulates(nodes[id(leaf)])
+            for leaf in leaves
+        )
 
     def defer_gradient(
         self,

@@ -42,18 +42,17 @@ class _Memory:
     def __init__(self, channel: Channel | None) -> None:
         self.channel = channel
         self.buffers: dict[Any, list[BufferRows]] = defaultdict(list)
-        self._views: WeakKeyDictionary[Slot, dict[Any, Any]] = WeakKeyDictionary()
 
-    def view(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-        """A slot as a tensor, and its rows; the same ones each time."""
-        views = self._views.setdefault(slot, {})
-        found = views.get((dtype, shape))
-        if found is None:
-            flat = torch.frombuffer(slot.memory, dtype=torch.uint8)
-            nbytes = math.prod(shape) * dtype.itemsize
-            tensor = flat[:nbytes].view(dtype).view(shape)
-            found = views[dtype, shape] = (tensor, list(tensor))
-        return found
+
+def view_slot(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    """A slot as a tensor, and its rows; the same ones each time."""
+    found = slot.views.get((dtype, shape))
+    if found is None:
+        flat = torch.frombuffer(slot.memory, dtype=torch.uint8)
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensor = flat[:nbytes].view(dtype).view(shape)
+        found = slot.views[dtype, shape] = (tensor, list(tensor))
+    return found
 
 
 _memory: WeakKeyDictionary[dist.ProcessGroup, _Memory] = WeakKeyDictionary()
@@ -64,21 +63,23 @@ def is_agreed(group: dist.ProcessGroup) -> bool:
     return group in _memory
 
 
+def agree(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Has the ranks of the group agree whether they share memory."""
+    _memory[group] = _Memory(_connect(group, device, timeout))
+
+
 def take_rows(
     length: int,
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup,
-    timeout: timedelta,
     *,
     is_outgoing: bool,
 ) -> Rows:
-    """Rows of a collective of the group; the first time, its ranks agree whether they share memory."""
-    memory = _memory.get(group)
-    if memory is None:
-        memory = _memory[group] = _Memory(_connect(group, device, timeout))
+    """Rows of a collective of the group, whose ranks have agreed."""
+    memory = _memory[group]
     if memory.channel is not None:
-        return SharedRows(memory, memory.channel, length, dtype, is_outgoing)
+        return SharedRows(memory.channel, length, dtype, is_outgoing)
     free = memory.buffers[length, dtype, is_outgoing]
     if free:
         return free.pop()
@@ -92,19 +93,18 @@ class SharedRows(Rows):
 
     def __init__(
         self,
-        memory: _Memory,
         channel: Channel,
         length: int,
         dtype: torch.dtype,
         is_outgoing: bool,
     ) -> None:
-        self._memory, self._channel = memory, channel
+        self._channel = channel
         self._dtype, self._is_outgoing = dtype, is_outgoing
         self._shape = (channel.ranks, length) if is_outgoing else (1, length)
         nbytes = math.prod(self._shape) * dtype.itemsize
         self._slot = channel.take(-(-nbytes // _PAGE) * _PAGE)
         self._number = 0
-        whole, rows = memory.view(self._slot, dtype, self._shape)
+        whole, rows = view_slot(self._slot, dtype, self._shape)
         self.own = whole if is_outgoing else rows[0]
 
     @property
@@ -130,7 +130,7 @@ class SharedRows(Rows):
                     f"shared memory: rank {rank} of the group has sent {slot.nbytes} bytes where this rank has sent "
                     f"{self._slot.nbytes}: the ranks have started different collectives"
                 )
-            _, rows_of_rank = self._memory.view(slot, self._dtype, self._shape)
+            _, rows_of_rank = view_slot(slot, self._dtype, self._shape)
             rows.append(rows_of_rank[place])
         return rows
 

@@ -439,6 +439,12 @@ class Tensors(Platform):
     def version_of(self, tensor: Any) -> int | None:
         return None if tensor.is_inference() else tensor._version
 
+    def versions_of(self, tensors: Sequence[Any]) -> tuple[int | None, ...]:
+        try:
+            return tuple([tensor._version for tensor in tensors])
+        except RuntimeError:  # of a tensor that was made in inference mode
+            return super().versions_of(tensors)
+
     def note_change(self, tensor: Any) -> None:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
