@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data-parallel step between two hosts over links of several rates: `replicate`, and torch's DDP on the same model.
+"""A data-parallel step between two hosts over links of several rates: ours, and torch's on the same model.
 
 make bench; or python benchmarks/data_parallel_links.py --tiny to see that it works
 
-The hosts are network namespaces (tools/hosts.py), with one rank and one thread each. Besides the two ways, the same run
-measures what a step computes without communication, and what it communicates without computation: the gradients'
-bytes in buckets as DDP makes them. A step that overlaps both takes little more than the larger of the two, one that
-does not takes their sum.
+The hosts are network namespaces (tools/hosts.py), with one rank and one thread each. `replicate` is measured beside
+DDP, and `fully_shard` beside FSDP2. The same run measures what a step computes without communication, and what it
+communicates without computation: for the first pair the gradients' bytes in buckets as DDP makes them, for the second
+the parameters' bytes as they are gathered and reduced, unit by unit. A step that overlaps both takes little more than
+the larger of the two, one that does not takes their sum.
 """
 
 import argparse
@@ -29,14 +30,17 @@ FULL = {"dim": 512, "hidden": 1376, "layers": 4, "context": 256, "batch": 4}
 TINY = {"dim": 32, "hidden": 48, "layers": 2, "context": 16, "batch": 2}
 ROUNDS, WARM_UP = 7, 2
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, as DDP has them
-WAYS = ("ours", "DDP", "computation", "communication")
+PAIRS = {
+    "whole parameters": ("replicate", "DDP", "all-reduce"),
+    "sharded parameters": ("fully_shard", "FSDP2", "gather and reduce"),
+}
 
 
 # --- a rank
 
 
 def measure(sizes, rounds):
-    """The times of every way in this rank, and how far the parameters of both ways are apart in the end."""
+    """The times of every way in this rank, and how far the parameters of the first pair are apart in the end."""
     import torch
     import torch.distributed as dist
 
@@ -51,20 +55,23 @@ def measure(sizes, rounds):
         256, shape, generator=torch.Generator().manual_seed(dist.get_rank())
     )
     steps = {name: build_step(model, ids) for name, model in models.items()}
-    gradients = sum(p.numel() * 4 for p in models["computation"].parameters())
-    steps["communication"] = build_exchange(gradients)
+    alone = models["computation"]
+    steps["all-reduce"] = build_exchange(count_bytes(alone))
+    steps["gather and reduce"] = build_sharded_exchange(alone)
     found = in_turns(steps, 1, rounds, before=dist.barrier, warm_up=WARM_UP)
-    apart = find_distance(models["ours"], models["DDP"].module)
+    apart = find_distance(models["replicate"], models["DDP"].module)
     get_platform().destroy_process_group()
-    return found, apart, gradients
+    return found, apart
 
 
 def build_models(sizes):
-    """Three models with the same numbers: on a mesh, in DDP, and alone."""
+    """Models with the same numbers: on a mesh and in torch's wrappers, and alone."""
     import torch
+    from torch.distributed.device_mesh import init_device_mesh as native_mesh
+    from torch.distributed.fsdp import fully_shard as native_fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from hyper_parallel import init_device_mesh
+    from hyper_parallel import fully_shard, init_device_mesh
     from hyper_parallel.core.tensor_parallel import replicate
     from model import Config, Llama
 
@@ -73,14 +80,27 @@ def build_models(sizes):
         options = {name: size for name, size in sizes.items() if name != "batch"}
         return Llama(Config(**options))
 
+    def build_units(shard, mesh):
+        model = build()
+        for block in model.blocks:
+            shard(block, mesh=mesh)
+        return shard(model, mesh=mesh)
+
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     return {
-        "ours": replicate(build(), mesh),
+        "replicate": replicate(build(), mesh),
         "DDP": DistributedDataParallel(
             build(), broadcast_buffers=False, gradient_as_bucket_view=True
         ),
+        "fully_shard": build_units(fully_shard, mesh),
+        "FSDP2": build_units(native_fully_shard, native_mesh("cpu", (2,))),
         "computation": build(),
     }
+
+
+def count_bytes(module):
+    """The bytes of the parameters."""
+    return sum(parameter.numel() * 4 for parameter in module.parameters())
 
 
 def build_step(model, ids):
@@ -112,6 +132,35 @@ def build_exchange(nbytes):
             work.wait()
         for bucket in buckets:
             bucket.fill_(1.0)  # it would grow without end
+
+    return exchange
+
+
+def build_sharded_exchange(model):
+    """Gathers every unit's bytes before forward and again before backward, but the outermost's, and reduces them."""
+    import torch
+    import torch.distributed as dist
+
+    blocks = [count_bytes(block) // 4 for block in model.blocks]
+    rest = count_bytes(model) // 4 - sum(blocks)
+    gathers = [rest, *blocks, *blocks]
+    wholes = [torch.ones(size // 2 * 2) for size in gathers]
+    shards = [torch.ones(size // 2) for size in gathers]
+
+    def send_half(whole, shard, tag):
+        """One half of a unit's bytes each way, which is what a gather or a reduction moves between two ranks."""
+        peer = 1 - dist.get_rank()
+        yield dist.isend(shard, peer, tag=tag)
+        yield dist.irecv(whole[: shard.numel()], peer, tag=tag)
+
+    def exchange():
+        works = []
+        for tag, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+            works += send_half(whole, shard, tag)
+        for tag, place in enumerate(range(len(blocks) + 1), len(gathers)):
+            works += send_half(wholes[place], shards[place], tag)
+        for work in works:
+            work.wait()
 
     return exchange
 
@@ -156,27 +205,28 @@ def run(rate, sizes, rounds):
 
 
 def find_slower(reports):
-    """The times of the slower rank in every round, with the larger of computation and communication."""
-    by_rank = [found for found, _, _ in reports]
-    times = {
+    """The times of the slower rank in every round."""
+    by_rank = [found for found, _ in reports]
+    return {
         way: [
             max(pair) for pair in zip(*(found[way] for found in by_rank), strict=True)
         ]
-        for way in WAYS
+        for way in by_rank[0]
     }
-    halves = zip(times["computation"], times["communication"], strict=True)
-    times["larger"] = [max(pair) for pair in halves]
-    return times
 
 
-def print_row(rate, reports):
+def print_rows(rate, reports):
     """One link."""
     times = find_slower(reports)
-    cells = [f"{median(times, way) / 1000:>15.1f}" for way in WAYS]
-    cells += [f"{ratio(times, way, 'larger'):>15.2f}" for way in ("ours", "DDP")]
-    print(f"{rate or 'unlimited':12}{''.join(cells)}", flush=True)
-    apart = max(apart for _, apart, _ in reports)
-    print(f"{'':12}parameters differ in the end by {apart:.1e} of their norm")
+    for title, (ours, theirs, exchange) in PAIRS.items():
+        halves = zip(times["computation"], times[exchange], strict=True)
+        times["larger"] = [max(pair) for pair in halves]
+        ways = (ours, theirs, "computation", exchange)
+        cells = [f"{median(times, way) / 1000:>15.1f}" for way in ways]
+        cells += [f"{ratio(times, way, 'larger'):>15.2f}" for way in (ours, theirs)]
+        print(f"{rate or 'unlimited':12}{title:20}{''.join(cells)}", flush=True)
+    apart = max(apart for _, apart in reports)
+    print(f"{'':12}replicate and DDP differ in the end by {apart:.1e} of their norm")
 
 
 def main():
@@ -195,10 +245,11 @@ def main():
     sizes, rounds = (TINY, 1) if options.tiny else (FULL, ROUNDS)
     print("\nA data-parallel step between two hosts, milliseconds, and times of the")
     print("larger of computation and communication, each measured alone")
-    heads = [*WAYS, "ours / larger", "DDP / larger"]
-    print(f"{'link':12}" + "".join(f"{head:>15}" for head in heads), flush=True)
+    heads = ["ours", "torch", "computation", "communication"]
+    heads += ["ours / larger", "torch / larger"]
+    print(f"{'link':32}" + "".join(f"{head:>15}" for head in heads), flush=True)
     for rate in RATES:
-        print_row(rate, run(rate, sizes, rounds))
+        print_rows(rate, run(rate, sizes, rounds))
 
 
 if __name__ == "__main__":
