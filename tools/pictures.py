@@ -269,6 +269,40 @@ def checkpoint() -> Picture:
     return p
 
 
+def sharded_step() -> Picture:
+    """A step of fully_shard with two blocks."""
+    p = Picture("A step of a model of two blocks under fully_shard", 820, 330)
+    left, width = 140, 66
+    tops = {"communication": 50, "computation": 100, "whole: rest": 170}
+    tops |= {"whole: block 0": 210, "whole: block 1": 250}
+    for lane, top in tops.items():
+        p.text(left - 12, top + 20, lane, "small", "end")
+    p.text(left + 2.5 * width, 32, "forward", "bold")
+    p.text(left + 7.5 * width, 32, "backward", "bold")
+    colors = {"rest": "d", "0": "a", "1": "b"}
+    communication = ["gather rest", "gather 0", "gather 1", "", "", "gather 1"]
+    communication += ["gather 0", "reduce 1", "reduce 0", "reduce rest"]
+    computation = ["", "", "run 0", "run 1", "run rest", "back rest", "back 1"]
+    computation += ["back 0", "back rest", ""]
+    for words, top in ((communication, 50), (computation, 100)):
+        for column, word in enumerate(words):
+            if word:
+                kind = colors[word.split()[1]]
+                p.box(left + column * width + 2, top, width - 4, 36, kind)
+                verb, unit = word.split()
+                p.text(left + (column + 0.5) * width, top + 16, verb, "small")
+                p.text(left + (column + 0.5) * width, top + 31, unit, "small")
+    spans = ((170, "d", 0, 9), (210, "a", 1, 3), (210, "a", 6, 8))
+    for top, kind, first, end in (*spans, (250, "b", 2, 4), (250, "b", 5, 7)):
+        p.box(left + first * width + 2, top, (end - first) * width - 4, 30, kind)
+    p.text(
+        410,
+        308,
+        "At most the current unit, the next one and the rest are whole at a time.",
+    )
+    return p
+
+
 def layers() -> Picture:
     """The layers of the library."""
     p = Picture("The layers of the library; imports point downwards", 690, 585)
@@ -298,7 +332,7 @@ def layers() -> Picture:
     return p
 
 
-PICTURES = (mesh, placements, mlp, gradients, checkpoint, layers)
+PICTURES = (mesh, placements, mlp, gradients, checkpoint, sharded_step, layers)
 
 
 def main() -> None:
