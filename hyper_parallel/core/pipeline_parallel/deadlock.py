@@ -5,14 +5,14 @@
     r1: 1RECV_F0 1B0 1SEND_B0           (1SEND_B0); rank 1, index 0 (1RECV_F0) waits for rank 0,
                                         index 2 (0SEND_F0)
 
-With buffered messages a send never waits, and a receive waits for its send. With rendezvous
-messages both ends wait until the other one is reached, which is the strictest case: a receive that
-is posted and waited for later can only help.
+A buffered send never waits; a rendezvous send waits until its receive is reached. A blocking receive
+waits for its send; any other only posts a buffer, and the computation that needs the tensor waits.
+Rendezvous sends with blocking receives are the strictest case: what passes there passes everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from hyper_parallel.core.pipeline_parallel.action import (
@@ -23,7 +23,12 @@ from hyper_parallel.core.pipeline_parallel.action import (
     computations,
     message_of,
 )
-from hyper_parallel.core.pipeline_parallel.orders import Product, Schedule, product_of
+from hyper_parallel.core.pipeline_parallel.orders import (
+    Product,
+    Schedule,
+    message_to,
+    product_of,
+)
 
 
 class Place(NamedTuple):
@@ -48,9 +53,11 @@ class Wait(NamedTuple):
         return f"{self.place} waits for {awaited}"
 
 
-def find_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> tuple[Wait, ...]:
+def find_deadlock(
+    schedule: Schedule, *, rendezvous: bool = True, blocking_receives: bool = True
+) -> tuple[Wait, ...]:
     """The cycle of waiting ranks that a run ends in; empty if all ranks finish."""
-    walk = _Walk(schedule, rendezvous=rendezvous)
+    walk = _Walk(schedule, rendezvous, blocking_receives)
     walk.advance_all()
     return walk.find_cycle()
 
@@ -63,14 +70,20 @@ def describe_waits(waits: Iterable[Wait]) -> str:
 class _Walk:
     """Runs the orders of all ranks without times, each as far as it can go."""
 
-    def __init__(self, schedule: Schedule, *, rendezvous: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rendezvous: bool,
+        blocking_receives: bool,
+    ) -> None:
         self._schedule, self._rendezvous = schedule, rendezvous
+        self._blocking_receives = blocking_receives
         self._orders = schedule.orders
         self._heads = [0] * len(schedule.orders)
         self._made: dict[Product, Place] = {}
         self._sends: dict[Message, Place] = {}
         self._receives: dict[Message, Place] = {}
-        self._done: set[Product | Message] = set()
+        self._done: set[Hashable] = set()
         for rank, order in enumerate(schedule.orders):
             for index, step in enumerate(order):
                 self._locate(step, Place(rank, index, str(step)))
@@ -103,7 +116,9 @@ class _Walk:
         self._heads[rank] += 1
         if other_end is not None:
             self._heads[other_end.rank] += 1
-        if step.type in SENDS:
+        if step.type in RECEIVES:
+            self._done.add(step)
+        if step.type in SENDS or other_end is not None:
             self._done.add(message_of(step))
         self._done.update(map(product_of, computations(step)))
         return True
@@ -111,34 +126,47 @@ class _Walk:
     def _check(self, rank: int, step: MetaStep) -> tuple[bool, Place | None]:
         """Whether the next action of a rank waits, and for which; else the one that runs with it."""
         if step.type in SENDS:
-            if not self._rendezvous:
-                return False, None
-            return self._check_end(self._receives.get(message_of(step)))
+            return self._check_send(message_of(step))
         if step.type in RECEIVES:
-            sender = self._sends.get(message_of(step))
-            if self._rendezvous:
-                return self._check_end(sender)
-            waits = message_of(step) not in self._done
-            return waits, sender if waits else None
-        for need in self._missing(rank, step):
-            return True, self._made.get(need)
+            return self._check_receive(message_of(step))
+        for awaited in self._find_missing(rank, step):
+            return True, awaited
         return False, None
 
-    def _check_end(self, other: Place | None) -> tuple[bool, Place | None]:
-        """Whether one end of a message waits for the other."""
+    def _check_send(self, message: Message) -> tuple[bool, Place | None]:
+        if not self._rendezvous:
+            return False, None
+        receive = self._receives.get(message)
+        if self._blocking_receives:
+            return self._check_meeting(receive)
+        waits = message.receive() not in self._done
+        return waits, receive if waits else None
+
+    def _check_receive(self, message: Message) -> tuple[bool, Place | None]:
+        if not self._blocking_receives:
+            return False, None
+        send = self._sends.get(message)
+        if self._rendezvous:
+            return self._check_meeting(send)
+        waits = message not in self._done
+        return waits, send if waits else None
+
+    def _check_meeting(self, other: Place | None) -> tuple[bool, Place | None]:
+        """Both ends of a message run together, when both are next on their ranks."""
         return other is None or self._heads[other.rank] != other.position, other
 
-    def _missing(self, rank: int, step: MetaStep) -> Iterable[Product]:
-        """What a computation needs that has not been made; messages stand for what others make."""
+    def _find_missing(self, rank: int, step: MetaStep) -> Iterator[Place | None]:
+        """Where that is made or sent which a computation needs and does not have yet."""
         for part in computations(step):
             for need in self._schedule.needs(part):
-                if need not in self._done and not self._arrives(rank, need):
-                    yield need
-
-    def _arrives(self, rank: int, need: Product) -> bool:
-        """Whether a receive, which comes before, brings what a computation needs."""
-        owner = self._schedule.mapping.rank_of(need.stage, need.micro)
-        return self._schedule.has_messages and owner != rank
+                owner = self._schedule.mapping.rank_of(need.stage, need.micro)
+                if owner == rank or not self._schedule.has_messages:
+                    if need not in self._done:
+                        yield self._made.get(need)
+                    continue
+                message = message_to(part, need)
+                if message not in self._done:
+                    yield self._sends.get(message)
 
     def find_cycle(self) -> tuple[Wait, ...]:
         """Follows the first rank that waits to the one it waits for, until one comes again."""

@@ -181,6 +181,12 @@ def product_of(step: MetaStep) -> Product:
     return Product(_PRODUCTS[step.type], step.stage_index, step.micro_index)
 
 
+def message_to(step: MetaStep, need: Product) -> Message:
+    """The message that brings a computation what it needs from another rank."""
+    assert step.stage_index is not None
+    return Message(need.kind == "F", need.stage, step.stage_index, need.micro)
+
+
 def index_products(order: Order) -> dict[Product, tuple[int, MetaStep]]:
     """What the computations of an order make -> the index and the computation."""
     made = {}

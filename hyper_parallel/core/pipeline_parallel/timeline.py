@@ -28,7 +28,12 @@ from hyper_parallel.core.pipeline_parallel.deadlock import (
     describe_waits,
     find_deadlock,
 )
-from hyper_parallel.core.pipeline_parallel.orders import Product, Schedule, product_of
+from hyper_parallel.core.pipeline_parallel.orders import (
+    Product,
+    Schedule,
+    message_to,
+    product_of,
+)
 from hyper_parallel.platform.error_codes import coded
 
 
@@ -93,7 +98,11 @@ class _Run:
             self._raise_deadlock()
 
     def _raise_deadlock(self) -> None:
-        waits = find_deadlock(self._schedule, rendezvous=self._costs.rendezvous)
+        waits = find_deadlock(
+            self._schedule,
+            rendezvous=self._costs.rendezvous,
+            blocking_receives=False,
+        )
         raise coded(
             ValueError,
             "HP471",
@@ -156,9 +165,6 @@ class _Run:
         if source == rank:
             return self._made.get(need)
         if self._schedule.has_messages:
-            assert part.stage_index is not None
-            is_forward = need.kind == "F"
-            message = Message(is_forward, need.stage, part.stage_index, need.micro)
-            return self._arrived.get(message)
+            return self._arrived.get(message_to(part, need))
         made = self._made.get(need)
         return None if made is None else made + self._costs.message

@@ -37,6 +37,9 @@ from hyper_parallel.core.pipeline_parallel.orders import (
 )
 from hyper_parallel.platform.error_codes import coded
 
+# The codes of schedules that cannot run; any other error is one of the question.
+CANNOT_RUN = ("HP464", "HP465", "HP466", "HP467")
+
 _UNSHARD = MetaStepType.FSDP_UNSHARD
 _RESHARD = MetaStepType.FSDP_RESHARD
 _REDUCE = MetaStepType.FSDP_REDUCE_GRAD
@@ -54,24 +57,26 @@ class Report:
     messages: int
 
 
-def validate(schedule: Schedule, limit: Fraction | float | None = None) -> Report:
+def validate(
+    schedule: Schedule,
+    limit: Fraction | float | None = None,
+    *,
+    blocking_receives: bool = True,
+) -> Report:
     """The costs of a schedule; raises ValueError, with a code, if it cannot run.
 
-    ``limit`` is the most activations that a rank may hold.
+    ``limit`` is the most activations that a rank may hold. Without ``blocking_receives``, receives
+    may stand earlier than a rank could wait for them, as in a runtime that only posts them there.
     """
     name = schedule.name
-    if problems := list(find_compute_problems(schedule)):
-        text = f"{name}: invalid computations: {_join(problems)}"
-        raise coded(ValueError, "HP464", text)
-    if problems := list(find_order_problems(schedule)):
-        text = f"{name}: invalid order: {_join(problems)}"
-        raise coded(ValueError, "HP465", text)
-    if problems := list(find_message_problems(schedule)):
-        text = f"{name}: invalid messages: {_join(problems)}"
-        raise coded(ValueError, "HP466", text)
-    if problems := list(find_deadlocks(schedule)):
-        text = f"{name}: deadlock {_join(problems)}"
-        raise coded(ValueError, "HP467", text)
+    if problems := _join(find_compute_problems(schedule)):
+        raise coded(ValueError, "HP464", f"{name}: invalid computations: {problems}")
+    if problems := _join(find_order_problems(schedule)):
+        raise coded(ValueError, "HP465", f"{name}: invalid order: {problems}")
+    if problems := _join(find_message_problems(schedule)):
+        raise coded(ValueError, "HP466", f"{name}: invalid messages: {problems}")
+    if problems := _join(find_deadlocks(schedule, blocking_receives)):
+        raise coded(ValueError, "HP467", f"{name}: deadlock {problems}")
     report = Report(peak_activations(schedule), count_messages(schedule))
     _check_limit(schedule, report.peaks, limit)
     return report
@@ -112,7 +117,9 @@ def _check_limit(
             )
 
 
-def _join(problems: Sequence[str], shown: int = 3) -> str:
+def _join(problems: Iterable[str], shown: int = 3) -> str:
+    """The first problems, and how many more there are; "" if there are none."""
+    problems = list(problems)
     more = len(problems) - shown
     ending = f"; and {more} more" if more > 0 else ""
     return "; ".join(problems[:shown]) + ending
@@ -242,12 +249,15 @@ def _find_parameter_problems(rank: int, order: Order) -> Iterator[str]:
 # --- deadlocks
 
 
-def find_deadlocks(schedule: Schedule) -> Iterator[str]:
+def find_deadlocks(schedule: Schedule, blocking_receives: bool = True) -> Iterator[str]:
     """The ranks that wait for each other in a cycle, whether or not sends wait for receives."""
-    buffered = find_deadlock(schedule, rendezvous=False)
-    if buffered:
-        yield f"whether or not sends wait: {describe_waits(buffered)}"
-        return
-    rendezvous = find_deadlock(schedule, rendezvous=True)
-    if rendezvous:
-        yield f"if sends wait for their receives: {describe_waits(rendezvous)}"
+    cases = [("whether or not sends wait", False)]
+    if schedule.has_messages:
+        cases.append(("if sends wait for their receives", True))
+    for case, rendezvous in cases:
+        waits = find_deadlock(
+            schedule, rendezvous=rendezvous, blocking_receives=blocking_receives
+        )
+        if waits:
+            yield f"{case}: {describe_waits(waits)}"
+            return
