@@ -22,6 +22,7 @@ class Rows(ABC):
     """The memory of one collective; ``own`` is what this rank fills before the collective starts."""
 
     own: Any
+    is_shared = False  # whether it is memory of several ranks
 
     @abstractmethod
     def read(self) -> list[Any]:

@@ -399,15 +399,15 @@ def test_a_tensor_from_elsewhere_raises_on_every_rank():
 def test_ranks_on_several_hosts_raise_on_every_rank():
     handler = new_handler()
     tensor = handler.empty(4, device="cpu")
-    real, rank = shared_files._host, get_platform().get_rank()
-    shared_files._host = lambda: f"host{rank}"
+    real, rank = shared_files.find_host, get_platform().get_rank()
+    shared_files.find_host = lambda: f"host{rank}"
     try:
         with pytest.raises(
             RuntimeError, match=r"one host.*ranks \[0\]: host0; ranks \[1\]: host1"
         ):
             handler.rendezvous(tensor)
     finally:
-        shared_files._host = real
+        shared_files.find_host = real
     assert handler.rendezvous(tensor).world_size == 2  # it is not spoiled
 
 

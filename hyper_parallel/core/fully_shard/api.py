@@ -183,6 +183,18 @@ class HSDPModule:
         """Frees the unit's whole parameters."""
         _runner(self).unit.release()
 
+    def unshard_all(self) -> None:
+        """Gathers the parameters of this unit and of all units below it."""
+        for runner in runners_below(self):
+            runner.unit.start_gather()
+        for runner in runners_below(self):
+            runner.unit.gather()
+
+    def reshard_all(self) -> None:
+        """Frees the whole parameters of this unit and of all units below it."""
+        for runner in runners_below(self):
+            runner.unit.release()
+
     def reset_iter_state(self) -> None:
         """Clears away what a failed step has left in all units below; the next forward does that by itself."""
         for runner in runners_below(self):
@@ -204,6 +216,16 @@ class HSDPModule:
             return
         for parameter in platform.parameters_dict(self).values():
             platform.forget_gradient(parameter)
+
+    def reduce_gradients(self) -> None:
+        """Reduces the gradients that backwards without ``set_requires_gradient_sync`` have added up in all units."""
+        roots = []
+        for runner in reversed(runners_below(self)):
+            if runner.root is not None:
+                runner.reduce_waiting(runner.root)
+                roots.append(runner.root)
+        for root in dict.fromkeys(roots):
+            root.finish_reductions()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward frees parameters that are still whole."""

@@ -46,6 +46,10 @@ class Autograd(Tensors):
     def recording(self, on: bool) -> AbstractContextManager[Any]:
         """Enables or disables recording for backward within a context."""
 
+    def is_recording_disabled(self) -> bool:
+        """Returns whether ``no_grad()`` is in effect, for frameworks that record by default."""
+        return False
+
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
         """Returns whether operations on the tensor are currently recorded for backward."""
@@ -72,6 +76,26 @@ class Autograd(Tensors):
 
         A gradient may be None for an output with one element. ``keep_graph``: the same outputs may be used again.
         """
+        tensors, seeds = self._find_roots(outputs, gradients)
+        self._run_backward(tensors, seeds, keep_graph)
+
+    def backward_inputs(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any] | None,
+        inputs: Sequence[Any],
+    ) -> Callable[[], None]:
+        """Accumulates the gradients of plain leaves that are inputs; returns a function that does all other leaves.
+
+        A framework that cannot take a backward apart does all of it at once.
+        """
+        tensors, seeds = self._find_roots(outputs, gradients)
+        return self._run_backward_inputs(tensors, seeds, inputs)
+
+    def _find_roots(
+        self, outputs: Sequence[Any], gradients: Sequence[Any] | None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The plain tensors that backward starts from, and their gradients."""
         given = [None] * len(outputs) if gradients is None else list(gradients)
         if not outputs or len(given) != len(outputs):
             raise coded(
@@ -84,7 +108,7 @@ class Autograd(Tensors):
             self._check_root(f"outputs[{index}]", output, gradient)
             roots.append(self._root(output, gradient))
         tensors, seeds = zip(*roots, strict=True)
-        self._run_backward(tensors, seeds, keep_graph)
+        return tensors, seeds
 
     def _check_root(self, name: str, output: Any, gradient: Any) -> None:
         if not self.is_tensor(output) or not self.requires_grad(output):
@@ -120,6 +144,16 @@ class Autograd(Tensors):
         self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
     ) -> None:
         """Runs backward from plain tensors."""
+
+    def _run_backward_inputs(
+        self,
+        tensors: Sequence[Any],
+        gradients: Sequence[Any],
+        inputs: Sequence[Any],  # noqa: ARG002 - all leaves get theirs
+    ) -> Callable[[], None]:
+        """Runs backward from plain tensors to the inputs; returns a function that runs the rest of it."""
+        self._run_backward(tensors, gradients, keep_graph=False)
+        return _do_nothing
 
     @abstractmethod
     def saved_tensors(
@@ -212,3 +246,7 @@ class Autograd(Tensors):
     @abstractmethod
     def after_backward(self, call: Callable[[], None]) -> None:
         """Calls a function once, when the running backward has finished and before its caller continues."""
+
+
+def _do_nothing() -> None:
+    """What is left of a backward that is complete."""

@@ -15,6 +15,13 @@ from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+_PACKED = 16  # bytes
+
+
+def round_up(nbytes: int) -> int:
+    """The bytes that so many take where tensors are packed one behind the other."""
+    return -(-nbytes // _PACKED) * _PACKED
+
 
 class Memory(ABC):
     """The memory behind tensors, and tensors without any."""
@@ -36,6 +43,16 @@ class Memory(ABC):
     @abstractmethod
     def tensor_from_bytes(self, data: Any, dtype: str, shape: Sequence[int]) -> Any:
         """Creates a plain tensor in host memory on top of a contiguous uint8 array."""
+
+    @abstractmethod
+    def pack_bytes(self, header: bytes, tensors: Sequence[Any]) -> Any:
+        """Copies a header and the elements of plain tensors into one new tensor of bytes, each at a multiple of 16."""
+
+    @abstractmethod
+    def unpack_bytes(
+        self, packed: Any, start: int, specs: Sequence[tuple[str, Sequence[int]]]
+    ) -> list[Any]:
+        """Returns the tensors of these dtypes and shapes that ``pack_bytes`` has packed behind ``start`` bytes."""
 
     @abstractmethod
     def memory_key(self, tensor: Any) -> Any:

@@ -12,6 +12,7 @@ import mindspore
 import numpy as np
 from mindspore import mint, ops
 
+from hyper_parallel.platform import packing
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import deferred_tensor, private, versions
 from hyper_parallel.platform.mindspore.cpu import randomness
@@ -187,6 +188,14 @@ class Tensors(Platform):
         return mindspore.Tensor.from_numpy(
             data.reshape(-1).view(numpy_dtype(wanted)).reshape(tuple(shape))
         )
+
+    def pack_bytes(self, header: bytes, tensors: Sequence[Any]) -> Any:
+        return packing.pack_bytes(self, header, tensors)
+
+    def unpack_bytes(
+        self, packed: Any, start: int, specs: Sequence[tuple[str, Sequence[int]]]
+    ) -> list[Any]:
+        return packing.unpack_bytes(self, packed, start, specs)
 
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return tuple(size_list)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import Traffic
 from hyper_parallel.platform.rows import Rows, join_gather, join_reduction
 from hyper_parallel.platform.torch import gloo, order
-from hyper_parallel.platform.torch import rows as rows_of
 from hyper_parallel.platform.torch.faults import (
     BACKEND_ERRORS,
     Handle,
@@ -29,7 +28,9 @@ from hyper_parallel.platform.torch.faults import (
     waiting_in,
 )
 from hyper_parallel.platform.torch.groups import Groups
-from hyper_parallel.platform.torch.rows import SharedRows
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.rows import SharedRows
 
 _REDUCE_OP = {
     "sum": dist.ReduceOp.SUM,
@@ -186,6 +187,9 @@ class Collectives(Groups, Differentiable):
     def take_rows(
         self, length: int, dtype: Any, group: Any, *, is_outgoing: bool = False
     ) -> Rows:
+        # Few programs need it, and importing the platform is to stay light.
+        from hyper_parallel.platform.torch import rows as rows_of
+
         call = "take_rows"
         resolved = self._group(call, group)
         device = self.device()
@@ -210,7 +214,7 @@ class Collectives(Groups, Differentiable):
         call = "all_gather_into_tensor"
         resolved = self._group(call, group)
         outputs, sources = join_gather(rows, outputs, sources)
-        shared = rows if isinstance(rows, SharedRows) else None
+        shared = _as_shared(rows)
         own = sum(source.nbytes for source in sources) + (
             shared.nbytes if shared else 0
         )
@@ -245,7 +249,7 @@ class Collectives(Groups, Differentiable):
         call = "reduce_scatter_tensor"
         resolved = self._group(call, group)
         sources = join_reduction(rows, sources)
-        shared = rows if isinstance(rows, SharedRows) else None
+        shared = _as_shared(rows)
         received = sum(_share(source, resolved) for source in sources)
         if shared is not None:
             received += shared.nbytes * (resolved.size() - 1)
@@ -611,6 +615,11 @@ def _native_reduce_scatter(
     """Untested on hardware."""
     work = dist.reduce_scatter_single(output, source, group=group, async_op=True)
     return work, lambda: None
+
+
+def _as_shared(rows: Rows | None) -> SharedRows | None:
+    """Rows that are in memory of several ranks."""
+    return cast("SharedRows", rows) if rows is not None and rows.is_shared else None
 
 
 def _describe_call(

@@ -34,6 +34,14 @@ class Gradients(Platform):
     ) -> None:
         torch.autograd.backward(list(tensors), list(gradients), keep_graph)
 
+    def _run_backward_inputs(
+        self, tensors: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any]
+    ) -> Callable[[], None]:
+        # Only pipelines need it, and importing the platform is to stay light.
+        from hyper_parallel.platform.torch.split_backward import backward_inputs
+
+        return backward_inputs(tensors, gradients, inputs)
+
     def saved_tensors(
         self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
     ) -> AbstractContextManager[Any]:

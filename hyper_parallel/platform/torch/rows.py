@@ -91,6 +91,8 @@ def take_rows(
 class SharedRows(Rows):
     """Rows in the memory of a host; a rank reads what others have written where they have written it."""
 
+    is_shared = True
+
     def __init__(
         self,
         channel: Channel,

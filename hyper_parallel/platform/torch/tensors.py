@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from torch.autograd import grad_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hyper_parallel.platform.contract.memory import round_up
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import OpName, Platform
 from hyper_parallel.platform.torch import operators, ties
@@ -243,6 +245,27 @@ class Tensors(Platform):
         )
         return flat.view(tuple(shape))
 
+    def pack_bytes(self, header: bytes, tensors: Sequence[Any]) -> Any:
+        specs = [(str(one.dtype).removeprefix("torch."), one.shape) for one in tensors]
+        sizes = [one.nbytes for one in tensors]
+        total = sum(map(round_up, (len(header), *sizes)))
+        packed = torch.empty(total, dtype=torch.uint8, device=self.device())
+        packed[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        targets = self.unpack_bytes(packed, len(header), specs)
+        self.copy_all(targets, [one.detach() for one in tensors])
+        return packed
+
+    def unpack_bytes(
+        self, packed: Any, start: int, specs: Sequence[tuple[str, Sequence[int]]]
+    ) -> list[Any]:
+        start, tensors = round_up(start), []
+        for name, shape in specs:
+            dtype = self._dtype("unpack_bytes", name)
+            stop = start + math.prod(shape) * dtype.itemsize
+            tensors.append(packed[start:stop].view(dtype).view(tuple(shape)))
+            start += round_up(stop - start)
+        return tensors
+
     def list_to_size(self, size_list: Sequence[int]) -> Any:
         return torch.Size(size_list)
 
@@ -386,6 +409,9 @@ class Tensors(Platform):
             )
         )
 
+    def is_recording_disabled(self) -> bool:
+        return not torch.is_grad_enabled()
+
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
@@ -490,7 +516,12 @@ class Tensors(Platform):
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         host, device = torch.get_rng_state(), self.get_rng_state()
-        torch.manual_seed(seed)
+        if (
+            self.device_type() == "cpu"
+        ):  # torch's own function asks every kind of device
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         try:
             yield
         finally:

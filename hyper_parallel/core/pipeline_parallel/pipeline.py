@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a pipeline, agreed on once: who holds which stages, skip connections, and shared parameters.
+
+pipeline = connect(stages, micro_batches=8, name="1F1B")      every rank of the group calls it
+pipeline.rank, pipeline.size, pipeline.stages
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.core.pipeline_parallel.action import (
+    MetaStep,
+    MetaStepType,
+    computations,
+)
+from hyper_parallel.core.pipeline_parallel.agreement import gather_words
+from hyper_parallel.core.pipeline_parallel.orders import Schedule
+from hyper_parallel.core.pipeline_parallel.sharded_stage import ShardedStage
+from hyper_parallel.core.pipeline_parallel.stage import PipelineStage
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
+
+platform = get_platform()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A group of ranks that hold the stages of one model; ``holds``: the stages of every rank."""
+
+    group: Any
+    ranks: list[int]
+    rank: int
+    stages: int
+    holds: list[list[int]]
+    skips: tuple[tuple[int, int], ...]
+    has_backward: bool
+    is_sharded: bool
+    seed: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stages - 1 in self.holds[self.rank]
+
+    def check_fits(self, schedule: Schedule, micro_batches: int) -> None:
+        """Raises if the stages are not where the schedule runs them."""
+        if schedule.micro_batches != micro_batches:
+            raise coded(
+                ValueError,
+                "HP483",
+                f"pipeline: the schedule is for {schedule.micro_batches} micro batches, got {micro_batches}",
+            )
+        wanted = [
+            list(schedule.mapping.stages_of(rank)) for rank in range(schedule.ranks)
+        ]
+        if schedule.ranks != self.size or wanted != self.holds:
+            raise coded(
+                ValueError,
+                "HP483",
+                f"pipeline: {schedule.name} runs the stages {wanted} on its ranks, but the ranks {self.ranks} hold "
+                f"{self.holds}",
+            )
+
+    def drop_backward(self, schedule: Schedule) -> Schedule:
+        """The schedule without backward."""
+        orders = tuple(_keep_forward(order) for order in schedule.orders)
+        return dataclasses.replace(schedule, orders=orders, has_backward=False)
+
+    def forward_order(self, schedule: Schedule) -> list[MetaStep]:
+        """This rank's actions of forward."""
+        return list(_keep_forward(schedule.orders[self.rank]))
+
+
+_BACKWARD = (
+    MetaStepType.BWD,
+    MetaStepType.BWD_INPUT,
+    MetaStepType.BWD_WEIGHT,
+    MetaStepType.BWD_RECV,
+    MetaStepType.BWD_SEND,
+    MetaStepType.FSDP_REDUCE_GRAD,
+)
+
+
+def _keep_forward(order: Sequence[MetaStep]) -> tuple[MetaStep, ...]:
+    kept: list[MetaStep] = []
+    for step in order:
+        parts = [part for part in computations(step) if part.type is MetaStepType.FWD]
+        if step.sub_steps is not None:
+            kept += parts
+        elif step.type not in _BACKWARD:
+            kept.append(step)
+    return tuple(kept)
+
+
+def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> Pipeline:
+    """The pipeline of these stages; every rank of their group calls it, and all raise if they do not fit together."""
+    group, ranks = _find_ranks(stages)
+    own: dict[str, Any] = {
+        "stages": [stage.stage_index for stage in stages],
+        "of": sorted({stage.stage_num for stage in stages}),
+        "skips": [
+            [source, stage.stage_index]
+            for stage in stages
+            for source in stage.src_stage
+        ]
+        + [[stage.stage_index, to] for stage in stages for to in stage.dst_stage],
+        "micro_batches": micro_batches,
+        "schedule": name,
+        "dyn_shape": any(stage.dyn_shape for stage in stages),
+        "has_backward": all(stage.has_backward for stage in stages),
+        "is_sharded": any(ShardedStage(one.submodule).is_sharded for one in stages),
+        "seed": platform.draw_seed(),
+    }
+    said = [own] if len(ranks) == 1 else gather_words(own, group)
+    _check_agreement(said, ranks)
+    return Pipeline(
+        group,
+        ranks,
+        ranks.index(platform.get_rank()) if len(ranks) > 1 else 0,
+        said[0]["of"][0],
+        [sorted(one["stages"]) for one in said],
+        tuple(sorted({tuple(skip) for one in said for skip in one["skips"]})),
+        said[0]["has_backward"],
+        any(one["is_sharded"] for one in said),
+        said[0]["seed"],
+    )
+
+
+def _find_ranks(stages: Sequence[PipelineStage]) -> tuple[Any, list[int]]:
+    if not stages:
+        raise coded(ValueError, "HP483", "pipeline: expected a stage, got none")
+    group = stages[0].group
+    if group is None and platform.get_world_size() == 1:
+        return None, [0]
+    return group, list(platform.get_process_group_ranks(group))
+
+
+def _check_agreement(said: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    for key in ("of", "micro_batches", "schedule", "dyn_shape", "has_backward"):
+        values = [one[key] for one in said]
+        if any(value != values[0] for value in values) or (
+            key == "of" and len(values[0]) != 1
+        ):
+            words = ", ".join(
+                f"rank {rank}: {value}"
+                for rank, value in zip(ranks, values, strict=True)
+            )
+            raise coded(
+                ValueError,
+                "HP483",
+                f"pipeline: all ranks and stages must agree on {_WORDS[key]}, got {words}",
+            )
+
+
+_WORDS = {
+    "of": "the number of stages",
+    "micro_batches": "the number of micro batches",
+    "schedule": "the schedule",
+    "dyn_shape": "dyn_shape",
+    "has_backward": "has_backward",
+}

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules that train: the stages of this rank, the loss, and what a step divides and joins.
+
+schedule = Schedule1F1B(stage, 8, loss_fn=cross_entropy)
+output = schedule.step(x, target=y)       gradients of the mean of the micro batches' losses
+outputs = schedule.run(x)                 the last stage returns the loss; gradients add up
+output = schedule.eval(x)                 forward only
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.pipeline_parallel.action import (
+    CustomStepType,
+    MetaStep,
+    MetaStepType,
+    StepType,
+)
+from hyper_parallel.core.pipeline_parallel.fronts import (
+    add_send_recv,
+    detect_cycle_in_graph,
+    generate_operations,
+    parse_and_validate,
+    validate_pipeline_execution,
+)
+from hyper_parallel.core.pipeline_parallel.messages import (
+    add_messages,
+    add_parameter_actions,
+)
+from hyper_parallel.core.pipeline_parallel.micro_batches import Divider, join
+from hyper_parallel.core.pipeline_parallel.orders import Schedule
+from hyper_parallel.core.pipeline_parallel.pipeline import Pipeline, connect
+from hyper_parallel.core.pipeline_parallel.runtime import Runtime, Step
+from hyper_parallel.core.pipeline_parallel.schedules import (
+    SCHEDULES,
+    build_schedule,
+    find_schedule,
+)
+from hyper_parallel.core.pipeline_parallel.shared_parameters import SharedParameters
+from hyper_parallel.core.pipeline_parallel.stage import PipelineStage
+from hyper_parallel.core.pipeline_parallel.text import read_csv
+from hyper_parallel.core.pipeline_parallel.validate import validate
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
+
+__all__ = [
+    "CustomStepType",
+    "MetaStep",
+    "MetaStepType",
+    "PipelineScheduleRuntime",
+    "Schedule1F1B",
+    "ScheduleDualPipe",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+    "add_send_recv",
+    "detect_cycle_in_graph",
+    "generate_operations",
+    "get_schedule_class",
+    "parse_and_validate",
+    "validate_pipeline_execution",
+]
+
+platform = get_platform()
+
+
+class PipelineScheduleRuntime:
+    """Runs micro batches through stages by a schedule.
+
+    ``stages``: this rank's stage, or all of them. ``micro_batch_num``: into how many micro batches a step is divided.
+    ``args_batch_dim``, ``kwargs_batch_dim``: at which dims, as ints or ``BatchDimSpec``; a third positional argument
+    that can be called is the loss function, as in torch. ``output_concat_dim``: ``run`` joins outputs there.
+    ``loss_fn(output, target, **loss_kwargs)``; with ``scale_grads`` gradients of ``step`` are those of the mean of all
+    losses, else of their sum. ``overlap_p2p`` is always on: receives are posted before they are needed. ``schedule``:
+    the name of a schedule, a ``Schedule``, or the path of a CSV file; classes below have theirs.
+    """
+
+    schedule_name = "1F1B"
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        micro_batch_num: int | None = None,
+        args_batch_dim: Any = None,
+        kwargs_batch_dim: Any = None,
+        output_concat_dim: Any = None,
+        overlap_p2p: bool = False,
+        *,
+        schedule: str | Schedule | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        scale_grads: bool = True,
+        n_microbatches: int | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        keep_parameters_whole: bool = True,
+    ) -> None:
+        if callable(args_batch_dim):
+            args_batch_dim, loss_fn = None, args_batch_dim
+        count = micro_batch_num if micro_batch_num is not None else n_microbatches
+        self.micro_batch_num = _check_count(count)
+        self.overlap_p2p = overlap_p2p
+        self._args_dims = args_batch_dim if args_chunk_spec is None else args_chunk_spec
+        self._kwargs_dims = (
+            kwargs_batch_dim if kwargs_chunk_spec is None else kwargs_chunk_spec
+        )
+        self._concat_dim, self._merge_spec = output_concat_dim, output_merge_spec
+        self._loss_fn, self._scale_grads = loss_fn, scale_grads
+        self._keeps_whole = keep_parameters_whole
+        self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        self._pipeline: Pipeline = connect(
+            self.stages, self.micro_batch_num, str(schedule or self.schedule_name)
+        )
+        self.schedule = self._lay_out(schedule or self.schedule_name)
+        self._runtime = Runtime(
+            self.schedule,
+            self._pipeline.rank,
+            {stage.stage_index: stage for stage in self.stages},
+            self._pipeline.group,
+            self._pipeline.ranks,
+        )
+        self._shared = SharedParameters(self._pipeline, self.stages)
+        self._steps = 0
+
+    def _lay_out(self, schedule: str | Schedule) -> Schedule:
+        """The schedule with messages, proven to run."""
+        pipeline = self._pipeline
+        if isinstance(schedule, Schedule):
+            laid = schedule
+        elif schedule.endswith(".csv"):
+            laid = read_csv(schedule)
+        else:
+            chunks = _count_chunks(schedule, pipeline)
+            laid = build_schedule(schedule, pipeline.size, self.micro_batch_num, chunks)
+        pipeline.check_fits(laid, self.micro_batch_num)
+        if not pipeline.has_backward:
+            laid = pipeline.drop_backward(laid)
+        if pipeline.is_sharded:
+            laid = add_parameter_actions(laid)
+        laid = add_messages(laid, pipeline.skips)
+        validate(laid)
+        return laid
+
+    @property
+    def exec_order(self) -> dict[int, list[MetaStep]]:
+        """The actions of every rank, as they run."""
+        return dict(enumerate(map(list, self.schedule.orders)))
+
+    @property
+    def trace(self) -> list[MetaStep]:
+        """The actions that this rank has run in the last step."""
+        return list(self._runtime.trace)
+
+    # --- steps
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step whose last stage returns the loss; gradients add up over micro batches.
+
+        Positional arguments enter at the first stage; every rank passes the keyword arguments of its own stages.
+        Returns the last stage's outputs, one per micro batch, and an empty list on other ranks.
+        """
+        arg_mbs, kwarg_mbs = self.split_microbatches(args, kwargs)
+        outputs: list[Any] = []
+        self.run_microbatches(arg_mbs, kwarg_mbs, outputs)
+        if self._concat_dim is not None and outputs:
+            return join(outputs, self._concat_dim)
+        return outputs
+
+    def run_microbatches(
+        self,
+        arg_mbs: Sequence[tuple[Any, ...]],
+        kwarg_mbs: Sequence[Mapping[str, Any]],
+        losses: list[Any],
+    ) -> None:
+        """Runs a step on arguments that are divided already; ``losses`` gets the last stage's outputs."""
+        done = self._run(Step(arg_mbs, kwarg_mbs))
+        losses[:] = [done.outputs[micro] for micro in sorted(done.outputs)]
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains on a batch; returns the joined output on the rank of the last stage, and None on others.
+
+        ``target`` is given on the rank of the last stage, and divided at dim 0. ``losses`` gets the losses of all micro
+        batches there.
+        """
+        if platform.is_recording_disabled():
+            raise coded(
+                RuntimeError,
+                "HP485",
+                "pipeline: step() within no_grad() would train nothing; use eval()",
+            )
+        is_trained = self._loss_fn is not None
+        if not is_trained:
+            self._warn_without_loss()
+        done = self._run_batch(
+            args, kwargs, target, loss_kwargs, is_trained, return_outputs
+        )
+        return self._finish_batch(done, losses, return_outputs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs forward only; returns the joined output on the rank of the last stage, and None on others."""
+        done = self._run_batch(args, kwargs, target, loss_kwargs, False, return_outputs)
+        return self._finish_batch(done, losses, return_outputs)
+
+    def split_microbatches(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """The positional and keyword arguments of every micro batch."""
+        dims = self._args_dims if args else None
+        return self._divider(args, kwargs or {}, dims, self._kwargs_dims)
+
+    @property
+    def _divider(self) -> Divider:
+        is_dynamic = any(stage.dyn_shape for stage in self.stages)
+        return Divider(self.micro_batch_num, allows_uneven=is_dynamic)
+
+    def _run_batch(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any] | None,
+        is_trained: bool,
+        keeps_outputs: bool,
+    ) -> Step:
+        arg_mbs, kwarg_mbs = self.split_microbatches(args, kwargs)
+        step = Step(
+            arg_mbs, kwarg_mbs, is_trained=is_trained, keeps_outputs=keeps_outputs
+        )
+        if self._loss_fn is not None and self._pipeline.has_last_stage:
+            step.loss_of = self._make_loss(target, loss_kwargs or {}, is_trained)
+        if self._scale_grads:
+            step.loss_scale = 1 / self.micro_batch_num
+        return self._run(step)
+
+    def _make_loss(
+        self, target: Any, loss_kwargs: Mapping[str, Any], is_trained: bool
+    ) -> Callable[[Any, int], Any] | None:
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
+        if target is None:
+            if not is_trained:
+                return None
+            raise coded(
+                ValueError,
+                "HP485",
+                "pipeline: the rank of the last stage needs target= for the loss function",
+            )
+        targets = self._divider.divide(target, 0, "target")
+        return lambda output, micro: loss_fn(output, targets[micro], **loss_kwargs)
+
+    def _finish_batch(
+        self, done: Step, losses: list[Any] | None, return_outputs: bool
+    ) -> Any:
+        if losses is not None and self._pipeline.has_last_stage:
+            losses[:] = [done.losses[micro] for micro in sorted(done.losses)]
+        if not return_outputs or not done.outputs:
+            return None
+        outputs = [done.outputs[micro] for micro in sorted(done.outputs)]
+        return join(outputs, self._merge_spec)
+
+    def _run(self, step: Step) -> Step:
+        self._steps += 1
+        seed = self._pipeline.seed + self._steps
+        step.seed_of = lambda stage, micro: _mix(seed, stage, micro)
+        if not step.is_trained:
+            order = self._pipeline.forward_order(self.schedule)
+            return self._runtime.run(step, order)
+        self._runtime.prepare_sharded(keeps_whole=self._keeps_whole)
+        self._shared.begin()
+        done = self._runtime.run(step)
+        self._shared.finish()
+        return done
+
+    def sync_shared_parameters_grad(self) -> None:
+        """Adds up the gradients of parameters that several stages have; every step does it."""
+        self._shared.finish()
+
+    def register_custom_function(
+        self, step_type: StepType, function: Callable[[MetaStep, Any], None]
+    ) -> None:
+        """Runs ``function(step, context)`` in place of the actions of a type."""
+        self._runtime.custom[step_type] = function
+
+    def _warn_without_loss(self) -> None:
+        trained = any(
+            platform.requires_grad(parameter)
+            for stage in self.stages
+            for parameter in platform.parameters_dict(stage.submodule).values()
+        )
+        if trained:
+            warnings.warn(
+                "pipeline: nothing is trained: pass loss_fn to the schedule, or use run() if the last stage returns "
+                "the loss",
+                stacklevel=3,
+            )
+
+
+def _check_count(count: Any) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise coded(
+            ValueError,
+            "HP480",
+            f"pipeline: the number of micro batches must be a positive int, got {count!r}",
+        )
+    return count
+
+
+def _count_chunks(name: str, pipeline: Pipeline) -> int | None:
+    _, kind = find_schedule(name)
+    if kind.style == "bidirectional":
+        return 1
+    return pipeline.stages // pipeline.size if kind.chunks is None else kind.chunks
+
+
+_MIXERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+def _mix(seed: int, stage: int, micro: int) -> int:
+    """A seed for the random numbers of a forward, which no schedule changes."""
+    numbers = (seed, stage + 1, micro + 1)
+    mixed = 0
+    for number, mixer in zip(numbers, _MIXERS, strict=True):
+        mixed ^= number * mixer
+    return mixed % 2**62
+
+
+# --- one class per schedule
+
+
+def _make_class(name: str, schedule: str) -> type[PipelineScheduleRuntime]:
+    about = f"The schedule {schedule}; see ``hyper-parallel schedule {schedule}``."
+    members = {"schedule_name": schedule, "__doc__": about, "__module__": __name__}
+    return type(name, (PipelineScheduleRuntime,), members)
+
+
+ScheduleGPipe = _make_class("ScheduleGPipe", "GPipe")
+Schedule1F1B = _make_class("Schedule1F1B", "1F1B")
+ScheduleInterleaved1F1B = _make_class("ScheduleInterleaved1F1B", "Interleaved1F1B")
+ScheduleLoopedBFS = _make_class("ScheduleLoopedBFS", "LoopedBFS")
+ScheduleZBH1 = _make_class("ScheduleZBH1", "ZB-H1")
+ScheduleZBH2 = _make_class("ScheduleZBH2", "ZB-H2")
+ScheduleInterleavedZeroBubble = _make_class(
+    "ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"
+)
+ScheduleZBVZeroBubble = _make_class("ScheduleZBVZeroBubble", "ZBV")
+ScheduleVHalf = _make_class("ScheduleVHalf", "V-Half")
+ScheduleVMin = _make_class("ScheduleVMin", "V-Min")
+ScheduleDualPipe = _make_class("ScheduleDualPipe", "DualPipe")
+ScheduleDualPipeV = _make_class("ScheduleDualPipeV", "DualPipeV")
+
+_CLASSES = {
+    kind.schedule_name: kind
+    for kind in PipelineScheduleRuntime.__subclasses__()
+    if kind.schedule_name in SCHEDULES
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineScheduleRuntime]:
+    """The class of a schedule by any of its names, in any letter case."""
+    name, _ = find_schedule(schedule_name)
+    return _CLASSES[name]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that several stages have, such as tied embeddings: equal from the start, with the sum of all gradients.
+
+shared = SharedParameters(pipeline, stages)
+shared.begin()                before the first backward of a step
+shared.finish()               after the last one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.pipeline_parallel.pipeline import Pipeline
+from hyper_parallel.core.pipeline_parallel.stage import PipelineStage
+from hyper_parallel.core.pipeline_parallel.wire import shard_of
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded
+
+platform = get_platform()
+
+
+class _Shared(NamedTuple):
+    """One parameter: the ranks that hold it, the first of which has its values, and what this rank has of it."""
+
+    ranks: list[int]
+    own: list[Any]
+
+
+class SharedParameters:
+    """The shared parameters of this rank's stages."""
+
+    def __init__(self, pipeline: Pipeline, stages: Sequence[PipelineStage]) -> None:
+        self._all = [
+            *_find_declared(pipeline, stages),
+            *_find_copies(pipeline, stages),
+        ]
+        self._groups = [_create_group(shared) for shared in self._all]
+        self._before: list[list[Any]] = []
+        with platform.no_grad():
+            for shared, group in zip(self._all, self._groups, strict=True):
+                _make_equal(shared, group)
+
+    def begin(self) -> None:
+        """Sets gradients of earlier steps aside, which have been added up."""
+        self._before = [list(map(_take_gradient, shared.own)) for shared in self._all]
+
+    def finish(self) -> None:
+        """Gives each parameter the sum of the gradients of all stages."""
+        before, self._before = self._before, []
+        with platform.no_grad():
+            for shared, group, earlier in zip(
+                self._all, self._groups, before, strict=bool(before)
+            ):
+                total = _sum_gradients(shared, group)
+                for parameter, kept in zip(shared.own, earlier, strict=True):
+                    _put_gradient(parameter, total if kept is None else total + kept)
+
+
+def _find_declared(
+    pipeline: Pipeline, stages: Sequence[PipelineStage]
+) -> list[_Shared]:
+    """The parameters that stages name in ``shared_parameters``."""
+    by_place: dict[tuple[tuple[int, ...], int], list[Any]] = {}
+    for stage in stages:
+        counts: dict[tuple[int, ...], int] = {}
+        for info in stage.shared_parameters:
+            owners = tuple(sorted(info.shared_stage))
+            number = counts[owners] = counts.get(owners, -1) + 1
+            by_place.setdefault((owners, number), []).append(info.parameter)
+    return [
+        _Shared([_find_holder(pipeline, stage) for stage in owners], own)
+        for (owners, _), own in sorted(by_place.items(), key=lambda one: one[0])
+    ]
+
+
+def _find_holder(pipeline: Pipeline, stage: int) -> int:
+    for rank, held in zip(pipeline.ranks, pipeline.holds, strict=True):
+        if stage in held:
+            return rank
+    raise coded(
+        ValueError,
+        "HP483",
+        f"pipeline: a shared parameter names stage {stage}, but there are {pipeline.stages} stages",
+    )
+
+
+def _find_copies(
+    pipeline: Pipeline, stages: Sequence[PipelineStage]
+) -> Iterator[_Shared]:
+    """The parameters of stages that two ranks hold, one for each direction of a schedule."""
+    for stage in sorted(stages, key=lambda one: one.stage_index):
+        ranks = [
+            rank
+            for rank, held in zip(pipeline.ranks, pipeline.holds, strict=True)
+            if stage.stage_index in held
+        ]
+        if len(ranks) > 1:
+            for parameter in platform.parameters_dict(stage.submodule).values():
+                yield _Shared(ranks, [parameter])
+
+
+def _create_group(shared: _Shared) -> Any:
+    ranks = sorted(set(shared.ranks))
+    return platform.create_group(ranks) if len(ranks) > 1 else None
+
+
+def _make_equal(shared: _Shared, group: Any) -> None:
+    first, *others = map(shard_of, shared.own)
+    for other in others:
+        platform.copy_into(other, first)
+    if group is None:
+        return
+    for parameter in shared.own:
+        platform.broadcast(shard_of(parameter), shared.ranks[0], group)
+
+
+def _take_gradient(parameter: Any) -> Any:
+    shard = shard_of(parameter)
+    gradient = platform.gradient_of(shard)
+    platform.forget_gradient(shard)
+    return gradient
+
+
+def _put_gradient(parameter: Any, gradient: Any) -> None:
+    shard = shard_of(parameter)
+    platform.forget_gradient(shard)
+    platform.accumulate_gradient(shard, platform.clone(gradient))
+
+
+def _sum_gradients(shared: _Shared, group: Any) -> Any:
+    distinct = {id(one): shard_of(one) for one in shared.own}.values()
+    total = platform.full_like(next(iter(distinct)), 0)
+    for shard in distinct:
+        gradient = platform.gradient_of(shard)
+        total = total if gradient is None else total + gradient
+    return total if group is None else platform.all_reduce(total, group)
