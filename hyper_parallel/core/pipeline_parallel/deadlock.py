@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     rank: int
     position: int
-    action: str
+    action: MetaStep
 
     def __str__(self) -> str:
         return f"rank {self.rank}, index {self.position} ({self.action})"
@@ -86,7 +86,7 @@ class _Walk:
         self._done: set[Hashable] = set()
         for rank, order in enumerate(schedule.orders):
             for index, step in enumerate(order):
-                self._locate(step, Place(rank, index, str(step)))
+                self._locate(step, Place(rank, index, step))
 
     def _locate(self, step: MetaStep, place: Place) -> None:
         if step.type in SENDS:
@@ -190,4 +190,4 @@ class _Walk:
         index = self._heads[rank]
         step = self._orders[rank][index]
         _, awaited = self._check(rank, step)
-        return Wait(Place(rank, index, str(step)), awaited)
+        return Wait(Place(rank, index, step), awaited)
