@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schedule_cases import bubble, cases, is_full, message_count, peaks, schedules
 
 from hyper_parallel.core.pipeline_parallel.messages import add_messages
+from hyper_parallel.core.pipeline_parallel.orders import product_of
 from hyper_parallel.core.pipeline_parallel.schedules import SCHEDULES, build_schedule
 from hyper_parallel.core.pipeline_parallel.simulate import Times, simulate
 from hyper_parallel.core.pipeline_parallel.text import parse_text
@@ -120,10 +121,10 @@ def test_costs_of_other_sizes():
 
 # A thinned grid of sizes; every bubble for two ratios of times.
 GRID = [
-    *cases((1, 2, 3, 4), (1, 2, 3, 5, 8, 10), (1, 2, 3)),
+    *cases((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 3)),
     *cases((5, 8), (4, 10, 17), (2,)),
     *cases((6,), (12, 14), (4,)),
-    *cases((16,), (32,), (2,)),
+    *cases((12,), (24,), (2,)),
 ]
 
 
@@ -158,7 +159,7 @@ def test_peaks_follow_the_formulas(name):
                 assert all(
                     a <= b for a, b in zip(found, peaks(name, p, m, v), strict=True)
                 )
-    assert compared > 5
+    assert compared > 4
 
 
 times = st.fractions(0, 9, max_denominator=7)
@@ -188,6 +189,35 @@ def test_messages_in_the_orders_change_no_time(schedule, computation):
     explicit = simulate(add_messages(schedule), Times(*computation))
     assert explicit.makespan == plain.makespan
     assert explicit.span_bubbles == plain.span_bubbles
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules(most_ranks=4, most_micros=8), times, times)
+def test_ends_are_longest_paths(schedule, forward, message):
+    """An oracle of another kind: the longest path to each action, without clocks and events."""
+    schedule = schedule.unpaired()
+    result = simulate(schedule, Times(forward, 2, 1, message))
+    cost = {"F": forward, "I": 2, "W": 1, "B": 3}
+    place, ends = {}, {}
+    for rank, order in enumerate(schedule.orders):
+        for index, step in enumerate(order):
+            place[product_of(step)] = (rank, index)
+
+    def length(rank, index):
+        if (rank, index) not in ends:
+            step = schedule.orders[rank][index]
+            paths = [length(rank, index - 1)] if index else [0]
+            for need in schedule.needs(step):
+                other = place[need]
+                paths.append(length(*other) + message * (other[0] != rank))
+            own = cost[step.type.value] / Fraction(schedule.chunks)
+            ends[rank, index] = max(paths) + own
+        return ends[rank, index]
+
+    for rank, spans in enumerate(result.timeline):
+        assert [span.end for span in spans] == [
+            length(rank, index) for index in range(len(spans))
+        ]
 
 
 def test_with_equal_times_no_rendezvous_send_waits():

@@ -123,7 +123,7 @@ def find(order, kind, stage):
 
 
 def test_parameters_are_gathered_once_and_reduced_after_the_last_use():
-    for name, p, m, v in cases((1, 2, 4), (1, 4, 8), (1, 3)):
+    for name, p, m, v in cases((1, 2, 4), (1, 6), (1, 3)):
         schedule = add_messages(build_schedule(name, p, m, v))
         laid = add_parameter_actions(schedule)
         validate(laid)
