@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallel: what the stages of a model and their micro-batches need from each other."""
+"""Pipeline parallel: schedules of actions, and what stages and micro-batches need from each other."""
 
+from hyper_parallel.core.pipeline_parallel.action import MetaStep, MetaStepType
 from hyper_parallel.core.pipeline_parallel.hook_coordinator import HookCoordinator
 
-__all__ = ["HookCoordinator"]
+__all__ = ["HookCoordinator", "MetaStep", "MetaStepType"]
