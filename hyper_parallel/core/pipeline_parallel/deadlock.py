@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out whether the ranks of a schedule can wait for each other for ever.
 
-    r0: 0F0 0RECV_B0 0SEND_F0 0B0       rank 0, index 1 (0RECV_B0) waits for rank 1, index 2
-    r1: 1RECV_F0 1B0 1SEND_B0           (1SEND_B0); rank 1, index 0 (1RECV_F0) waits for rank 0,
+    r0: 0F0 0RECV_B0 0SEND_F0 0B0       rank 0, index 1 (0RECV_B0) waits for rank 1, index 3
+    r1: 1RECV_F0 1F0 1B0 1SEND_B0       (1SEND_B0); rank 1, index 0 (1RECV_F0) waits for rank 0,
                                         index 2 (0SEND_F0)
 
 A buffered send never waits; a rendezvous send waits until its receive is reached. A blocking receive
