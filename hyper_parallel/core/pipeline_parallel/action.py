@@ -38,6 +38,9 @@ class MetaStepType(Enum):
     FSDP_RESHARD = "RESHARD"
     FSDP_REDUCE_GRAD = "REDUCE_GRAD"
 
+    # Members are compared by identity; an enum's own hash of the name takes a call of Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class CustomStepType:
@@ -160,8 +163,9 @@ def flatten(order: Iterable[MetaStep | None]) -> Iterator[MetaStep]:
 
 def computations(step: MetaStep) -> tuple[MetaStep, ...]:
     """What an action computes: itself, the parts of a pair, or nothing."""
-    parts = step.sub_steps or (step,)
-    return tuple(part for part in parts if part.meta_type in COMPUTE)
+    if step.sub_steps is None:
+        return (step,) if step.meta_type in COMPUTE else ()
+    return tuple(part for part in step.sub_steps if part.meta_type in COMPUTE)
 
 
 # --- constructors; equal actions are one object

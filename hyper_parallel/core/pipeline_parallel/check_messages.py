@@ -60,7 +60,7 @@ def _message_ends(schedule: Schedule) -> Iterator[tuple[Place, MetaStep]]:
     for rank, order in enumerate(schedule.orders):
         for index, step in enumerate(order):
             if step.type in MESSAGES:
-                yield Place(rank, index, str(step)), step
+                yield Place(rank, index, step), step
 
 
 def _describe_foreign(
@@ -115,7 +115,7 @@ def _find_misplaced(rank: int, order: Order) -> Iterator[str]:
             continue
         is_send = step.type in SENDS
         at, computation = made.get(_own_product(step), (index, step))
-        place = Place(rank, index, str(step))
+        place = Place(rank, index, step)
         if is_send and at > index:
             yield f"{place} comes before {computation} at index {at}"
         if not is_send and at < index:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out whether the ranks of a schedule can wait for each other for ever.
 
-    r0: 0F0 0RECV_B0 0SEND_F0 0B0       rank 0, index 1 (0RECV_B0) waits for rank 1, index 2
-    r1: 1RECV_F0 1B0 1SEND_B0           (1SEND_B0); rank 1, index 0 (1RECV_F0) waits for rank 0,
+    r0: 0F0 0RECV_B0 0SEND_F0 0B0       rank 0, index 1 (0RECV_B0) waits for rank 1, index 3
+    r1: 1RECV_F0 1F0 1B0 1SEND_B0       (1SEND_B0); rank 1, index 0 (1RECV_F0) waits for rank 0,
                                         index 2 (0SEND_F0)
 
 A buffered send never waits; a rendezvous send waits until its receive is reached. A blocking receive
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     rank: int
     position: int
-    action: str
+    action: MetaStep
 
     def __str__(self) -> str:
         return f"rank {self.rank}, index {self.position} ({self.action})"
@@ -86,7 +86,7 @@ class _Walk:
         self._done: set[Hashable] = set()
         for rank, order in enumerate(schedule.orders):
             for index, step in enumerate(order):
-                self._locate(step, Place(rank, index, str(step)))
+                self._locate(step, Place(rank, index, step))
 
     def _locate(self, step: MetaStep, place: Place) -> None:
         if step.type in SENDS:
@@ -190,4 +190,4 @@ class _Walk:
         index = self._heads[rank]
         step = self._orders[rank][index]
         _, awaited = self._check(rank, step)
-        return Wait(Place(rank, index, str(step)), awaited)
+        return Wait(Place(rank, index, step), awaited)

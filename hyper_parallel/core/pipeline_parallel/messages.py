@@ -3,7 +3,7 @@
 
     add_messages(build_schedule("GPipe", ranks=2, micro_batches=2))
     r0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
-    r1: 1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+    r1: 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
 The computations of all ranks are sorted by the time at which they end if all take equal times.
 Then they are taken one after the other: each is appended to its rank's order, and each tensor that

@@ -67,6 +67,7 @@ class Schedule:
     has_backward: bool = True
 
     def __post_init__(self) -> None:
+        assert self.mapping  # refuses an unknown style
         for source, target in self.skips:
             if not 0 <= source < target - 1 < self.stages - 1:
                 raise coded(

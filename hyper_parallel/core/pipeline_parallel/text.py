@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +29,10 @@ from hyper_parallel.core.pipeline_parallel.action import (
     computations,
     message_of,
 )
-from hyper_parallel.core.pipeline_parallel.mapping import STYLES, StageMapping
+from hyper_parallel.core.pipeline_parallel.mapping import STYLES
 from hyper_parallel.core.pipeline_parallel.messages import add_messages
 from hyper_parallel.core.pipeline_parallel.orders import Order, Schedule
+from hyper_parallel.core.pipeline_parallel.validate import find_compute_problems
 from hyper_parallel.platform.error_codes import coded, without_hint
 
 _ROW = re.compile(r"\s*(?:r(?:ank)?\s*(\d+)\s*:)?(.*)")
@@ -171,10 +173,16 @@ def _find_skips(steps: Iterable[MetaStep]) -> set[tuple[int, int]]:
 
 
 def _choose_style(schedule: Schedule) -> Schedule:
-    """The placement of stages under which the fewest computations are on a wrong rank."""
-    candidates = [style for style in STYLES if _fits(schedule, style)]
-    best = min(candidates, key=lambda style: _count_foreign(schedule, style))
-    return dataclasses.replace(schedule, style=best)
+    """The placement of stages under which the computations are right, or the fewest are wrong."""
+    counts = {}
+    for style in filter(functools.partial(_fits, schedule), STYLES):
+        placed = dataclasses.replace(schedule, style=style)
+        problems = len(list(find_compute_problems(placed)))
+        if problems == 0:
+            return placed
+        if style != "bidirectional":  # which few intend: not to be guessed from faults
+            counts[style] = problems
+    return dataclasses.replace(schedule, style=min(counts, key=lambda s: counts[s]))
 
 
 def _fits(schedule: Schedule, style: str) -> bool:
@@ -182,18 +190,3 @@ def _fits(schedule: Schedule, style: str) -> bool:
     if style == "v":
         return stages == 2 * ranks
     return style == "loop" or (stages == ranks and ranks % 2 == 0)
-
-
-def _count_foreign(schedule: Schedule, style: str) -> int:
-    mapping = StageMapping(
-        style, schedule.ranks, schedule.stages, schedule.micro_batches
-    )
-    count = 0
-    for rank, order in enumerate(schedule.orders):
-        for step in order:
-            for part in computations(step):
-                assert part.stage_index is not None
-                assert part.micro_index is not None
-                owner = mapping.rank_of(part.stage_index, part.micro_index)
-                count += owner != rank
-    return count

@@ -151,7 +151,7 @@ def _computations(schedule: Schedule) -> Iterator[tuple[Place, MetaStep]]:
     for rank, order in enumerate(schedule.orders):
         for index, step in enumerate(order):
             for part in computations(step):
-                yield Place(rank, index, str(step)), part
+                yield Place(rank, index, step), part
 
 
 def _keys(step: MetaStep) -> list[tuple[str, int, int]]:
@@ -208,7 +208,7 @@ def find_order_problems(schedule: Schedule) -> Iterator[str]:
     for rank, order in enumerate(schedule.orders):
         made = index_products(order)
         for index, step in enumerate(order):
-            place = Place(rank, index, str(step))
+            place = Place(rank, index, step)
             yield from _find_late_needs(schedule, made, place, step)
         yield from _find_parameter_problems(rank, order)
 
@@ -237,7 +237,7 @@ def _find_parameter_problems(rank: int, order: Order) -> Iterator[str]:
             gathered[step.stage_index] = step.type is _UNSHARD
         if step.type is _REDUCE:
             reduced[step.stage_index] = index
-        place = Place(rank, index, str(step))
+        place = Place(rank, index, step)
         for part in computations(step):
             stage = part.stage_index
             if not gathered.get(stage, True):
