@@ -127,3 +127,23 @@ def test_every_schedule__four_ranks():
         for micros in (2, 7, 8):
             if micros % kind.micro_multiple == 0:
                 check_step(name, 2, micros, steps=1)
+
+
+@on_ranks(2)
+def test_eval_then_train_then_eval():
+    rank, micros = torch.distributed.get_rank(), 3
+    layers = build_layers(2)
+    alone = copy.deepcopy(layers)
+    stages = own_stages("1F1B", 1, 2, rank, layers, micros)
+    schedule = get_schedule_class("1F1B")(stages, micros, mse)
+    x, y = batch(micros)
+    for _ in range(2):
+        outputs, _ = run_alone(alone, x, y, micros)
+        before = schedule.eval(x, target=y)
+        schedule.step(x, target=y)
+        after = schedule.eval(x)
+        for output in (before, after):
+            if rank == 1:
+                torch.testing.assert_close(output, outputs, rtol=0, atol=1e-12)
+            else:
+                assert output is None

@@ -7,16 +7,10 @@ pipeline.rank, pipeline.size, pipeline.stages
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.pipeline_parallel.action import (
-    MetaStep,
-    MetaStepType,
-    computations,
-)
 from hyper_parallel.core.pipeline_parallel.agreement import gather_words
 from hyper_parallel.core.pipeline_parallel.orders import Schedule
 from hyper_parallel.core.pipeline_parallel.sharded_stage import ShardedStage
@@ -69,36 +63,6 @@ class Pipeline:
                 f"pipeline: {schedule.name} runs the stages {wanted} on its ranks, but the ranks {self.ranks} hold "
                 f"{self.holds}",
             )
-
-    def drop_backward(self, schedule: Schedule) -> Schedule:
-        """The schedule without backward."""
-        orders = tuple(_keep_forward(order) for order in schedule.orders)
-        return dataclasses.replace(schedule, orders=orders, has_backward=False)
-
-    def forward_order(self, schedule: Schedule) -> list[MetaStep]:
-        """This rank's actions of forward."""
-        return list(_keep_forward(schedule.orders[self.rank]))
-
-
-_BACKWARD = (
-    MetaStepType.BWD,
-    MetaStepType.BWD_INPUT,
-    MetaStepType.BWD_WEIGHT,
-    MetaStepType.BWD_RECV,
-    MetaStepType.BWD_SEND,
-    MetaStepType.FSDP_REDUCE_GRAD,
-)
-
-
-def _keep_forward(order: Sequence[MetaStep]) -> tuple[MetaStep, ...]:
-    kept: list[MetaStep] = []
-    for step in order:
-        parts = [part for part in computations(step) if part.type is MetaStepType.FWD]
-        if step.sub_steps is not None:
-            kept += parts
-        elif step.type not in _BACKWARD:
-            kept.append(step)
-    return tuple(kept)
 
 
 def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> Pipeline:

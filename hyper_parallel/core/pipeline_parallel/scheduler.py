@@ -121,7 +121,10 @@ class PipelineScheduleRuntime:
         self._pipeline: Pipeline = connect(
             self.stages, self.micro_batch_num, str(schedule or self.schedule_name)
         )
-        self.schedule = self._lay_out(schedule or self.schedule_name)
+        computations = self._find_schedule(schedule or self.schedule_name)
+        self.schedule = self._complete(computations)
+        forward = self._complete(computations.forward_only())
+        self._forward_order = forward.orders[self._pipeline.rank]
         self._runtime = Runtime(
             self.schedule,
             self._pipeline.rank,
@@ -132,24 +135,27 @@ class PipelineScheduleRuntime:
         self._shared = SharedParameters(self._pipeline, self.stages)
         self._steps = 0
 
-    def _lay_out(self, schedule: str | Schedule) -> Schedule:
-        """The schedule with messages, proven to run."""
+    def _find_schedule(self, schedule: str | Schedule) -> Schedule:
+        """The computations of all ranks, which fit the stages."""
         pipeline = self._pipeline
         if isinstance(schedule, Schedule):
-            laid = schedule
+            found = schedule
         elif schedule.endswith(".csv"):
-            laid = read_csv(schedule)
+            found = read_csv(schedule)
         else:
             chunks = _count_chunks(schedule, pipeline)
-            laid = build_schedule(schedule, pipeline.size, self.micro_batch_num, chunks)
-        pipeline.check_fits(laid, self.micro_batch_num)
-        if not pipeline.has_backward:
-            laid = pipeline.drop_backward(laid)
-        if pipeline.is_sharded:
-            laid = add_parameter_actions(laid)
-        laid = add_messages(laid, pipeline.skips)
-        validate(laid)
-        return laid
+            size, count = pipeline.size, self.micro_batch_num
+            found = build_schedule(schedule, size, count, chunks)
+        pipeline.check_fits(found, self.micro_batch_num)
+        return found if pipeline.has_backward else found.forward_only()
+
+    def _complete(self, schedule: Schedule) -> Schedule:
+        """The schedule with messages and the actions of parameters, proven to run."""
+        if self._pipeline.is_sharded:
+            schedule = add_parameter_actions(schedule)
+        schedule = add_messages(schedule, self._pipeline.skips)
+        validate(schedule, blocking_receives=False)
+        return schedule
 
     @property
     def exec_order(self) -> dict[int, list[MetaStep]]:
@@ -289,8 +295,7 @@ class PipelineScheduleRuntime:
         seed = self._pipeline.seed + self._steps
         step.seed_of = lambda stage, micro: _mix(seed, stage, micro)
         if not step.is_trained:
-            order = self._pipeline.forward_order(self.schedule)
-            return self._runtime.run(step, order)
+            return self._runtime.run(step, self._forward_order)
         self._runtime.prepare_sharded(keeps_whole=self._keeps_whole)
         self._shared.begin()
         done = self._runtime.run(step)
