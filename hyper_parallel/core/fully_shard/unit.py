@@ -184,6 +184,16 @@ class Unit:
             ]
         return self._parts
 
+    def renew(self) -> None:
+        """Makes the parts anew if the parameters have other dtypes than before."""
+        self.sharded = [one.parameter for one in self.managed]
+        parts = self._parts or []
+        dtypes = [
+            self.compute_dtype(number) for part in parts for number in part.numbers
+        ]
+        if dtypes != [part.memory.dtype for part in parts for _ in part.numbers]:
+            self._parts = None
+
     def _make_part(self, numbers: tuple[int, ...], dtype: Any) -> Part:
         shard, subgroup = self.mesh.shard, self.subgroup
         plan = self._plan(numbers, dtype, shard)
@@ -365,7 +375,16 @@ class Unit:
                 continue
             new = gradient.to(self.reduce_dtype(number))
             waiting = self.unreduced.get(number)
-            self.unreduced[number] = new if waiting is None else waiting + new
+            if waiting is not None:
+                new = waiting + new
+            elif new is gradient and not self.settings.syncs_gradients:
+                new = platform.clone(gradient)  # its memory is the caller's
+            self.unreduced[number] = new
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """The bytes of whole gradients that wait for a reduction on this rank."""
+        return sum(int(gradient.nbytes) for gradient in self.unreduced.values())
 
     @property
     def has_waiting_gradients(self) -> bool:
