@@ -304,10 +304,12 @@ def wide(mesh, kind=Net, **options):
 
 
 class Checkpointed(Net):
+    early_stop = True
+
     def forward(self, x):
         x = self.embed(x)
         for block in self.blocks:
-            x = checkpoint(block, x)
+            x = checkpoint(block, x, early_stop=self.early_stop)
         return self.head(x)
 
 
@@ -625,14 +627,22 @@ def test_early_stop_with_fsdp_reshards(kind, early_stop):
     one = kind().double()
     one.early_stop = early_stop
     many = wrap(copy.deepcopy(one), mesh)
+    at_the_end = []
+
+    def note(_):
+        at_the_end.extend(stages(many.blocks))
+
+    def watch(module, args, output):
+        output.register_hook(note)
+
+    many.embed.register_forward_hook(watch)
     for x in batches(2):
         with CommunicationLedger(mesh) as ledger:
             backward_of_both(one, many, x, mesh)
         check_gradients(one, many)
         check_sharded(many)
-        assert ledger.counts()[SCATTER] == 4
-        most = 7 if kind is Checkpointed else 8  # without recomputation it is 7
-        assert ledger.counts()[GATHER] <= most + 1
+        assert ledger.counts() == {GATHER: 7, SCATTER: 4}  # as without recomputation
+    assert at_the_end == [State.SHARDED] * 6
 
 
 @on_ranks(2)
