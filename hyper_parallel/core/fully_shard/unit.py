@@ -373,11 +373,12 @@ class Unit:
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            new = gradient.to(self.reduce_dtype(number))
+            dtype = self.reduce_dtype(number)
+            new = gradient.to(dtype)
             waiting = self.unreduced.get(number)
             if waiting is not None:
                 new = waiting + new
-            elif new is gradient and not self.settings.syncs_gradients:
+            elif gradient.dtype == dtype and not self.settings.syncs_gradients:
                 new = platform.clone(gradient)  # its memory is the caller's
             self.unreduced[number] = new
 
