@@ -7,10 +7,15 @@ import pytest
 import torch
 from sharded_models import Net, batches, both, check_gradients, part_of, wrap
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from hyper_parallel import init_device_mesh, init_empty_weights
 from hyper_parallel.core.dtensor.initialisation import init_parameters
-from hyper_parallel.core.fully_shard import fully_shard, register_fsdp_forward_method
+from hyper_parallel.core.fully_shard import (
+    CPUOffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from hyper_parallel.core.fully_shard.running import runners_below
 from hyper_parallel.core.fully_shard.unit import State
 from hyper_parallel.testing import on_ranks
@@ -130,6 +135,20 @@ def test_an_optimizer_made_before_fully_shard():
     error = raised_by(optimizer.step)
     assert error.code == "HP231"
     assert "embed.weight" in str(error) or "weight (6, 4)" in str(error)
+    check_goes_on(one, many, mesh)
+
+
+@on_ranks(2)
+def test_offloaded_parameters_that_were_moved_to_a_device():
+    mesh = new_mesh()
+    one, many = both(mesh, offload_policy=CPUOffloadPolicy())
+    shard = many.blocks[1].up.weight._local
+    with FakeTensorMode():  # there is no such device here
+        many.blocks[1].up.weight._local = torch.empty(shard.shape, device="cuda")
+    error = raised_by(lambda: many(batches(1)[0]))
+    assert error.code == "HP434"
+    assert "up.weight on cuda:0" in str(error)
+    many.blocks[1].up.weight._local = shard
     check_goes_on(one, many, mesh)
 
 

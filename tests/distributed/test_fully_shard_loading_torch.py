@@ -17,7 +17,6 @@ from sharded_models import (
     wrap,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions as TorchOptions
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -138,6 +137,22 @@ def test_load_before_the_first_forward_between_steps_and_after_a_failed_step():
         loss_of(one, x).backward()
         loss_of(many, part_of(x, mesh)).backward()
         check_gradients(one, many)
+
+
+@on_ranks(2)
+def test_whole_units_are_loaded_through_a_module_that_is_no_unit():
+    mesh = new_mesh()
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+        block.unshard()
+    state = {name: torch.full(p.shape, 2.0) for name, p in net.named_parameters()}
+    assert all(isinstance(p, DTensor) for p in net.blocks.state_dict().values())
+    net.load_state_dict(state)
+    for block in net.blocks:
+        block.reshard()
+        for value in block.state_dict().values():
+            assert torch.equal(value.full_tensor(), torch.full(value.shape, 2.0))
 
 
 class Fused(nn.Module):
@@ -325,6 +340,8 @@ def test_non_persistent_buffers_survive_meta_and_rank0_load__keep_their_dtype(sh
 
 @on_ranks(2)
 def test_full_state_dict__options():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions as TorchOptions
+
     mesh = new_mesh()
     one, many = both(mesh)
     many.blocks[1].requires_grad_(False)

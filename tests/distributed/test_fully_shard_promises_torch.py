@@ -13,8 +13,6 @@ import pytest
 import torch
 from sharded_models import Net, batches, both, check_gradients, part_of, wrap
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -250,6 +248,8 @@ def test_callers_gradient_storage_is_not_freed_when_dtypes_equal(rows):
 @on_ranks(2)
 def test_fp32_reduced_grad_on_bf16_parameter():
     """The gradient is the mean in float32, rounded once; that of torch is the same."""
+    from torch.distributed import fsdp
+
     mesh = new_mesh()
     torch.manual_seed(0)
     layer = nn.Linear(8, 5, dtype=torch.bfloat16)
@@ -257,7 +257,7 @@ def test_fp32_reduced_grad_on_bf16_parameter():
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     fully_shard(mine, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
     there = torch.distributed.init_device_mesh("cpu", (2,))
-    torch_fully_shard(theirs, mesh=there, mp_policy=TorchPolicy(**dtypes))
+    fsdp.fully_shard(theirs, mesh=there, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
     x = torch.randn(
         6, 8, dtype=torch.bfloat16, generator=torch.manual_seed(mesh.get_local_rank())
     )

@@ -32,7 +32,11 @@ from hyper_parallel.core.fully_shard.sharding import (
     split_shard_group,
 )
 from hyper_parallel.core.fully_shard.unit import DataMesh, Unit
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.utils import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from hyper_parallel.core.modules.batches import divide_batches
 from hyper_parallel.core.modules.boundary import attach
 from hyper_parallel.platform import get_platform
@@ -76,7 +80,9 @@ def fully_shard(
     )
     name = " and ".join(type(one).__name__ for one in modules)
     subgroup = None if group_size is None else split_shard_group(mesh, group_size)
-    unit = Unit(name, _next_number(data), managed, data, policy, subgroup)
+    number = _next_number(data)
+    keeps_on_host = isinstance(offload, CPUOffloadPolicy)
+    unit = Unit(name, number, managed, data, policy, subgroup, keeps_on_host)
     if isinstance(reshard_after_forward, bool):
         unit.settings.reshard_after_forward = reshard_after_forward
     elif reshard_after_forward is not None:
@@ -338,6 +344,11 @@ class HSDPModule:
         for unit, parameters in zip(units, before, strict=True):
             keep_replaced(unit, parameters)
         return loaded
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """What load_state_dict of a module around this one calls; whole parameters would lose what is loaded."""
+        _runner(self).unit.release()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _set(self, setting: str, value: Any, recurse: bool, call: str) -> None:
         _check_flag(call, value)

@@ -125,7 +125,8 @@ class Unit:
     """Parameters that are gathered and reduced together.
 
     ``number``: which unit of its mesh it is, in the order of the calls of fully_shard. ``subgroup``: where whole
-    parameters are divided between forward and backward instead of being freed.
+    parameters are divided between forward and backward instead of being freed. ``keeps_on_host``: whether shards must
+    be in host memory.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class Unit:
         mesh: DataMesh,
         policy: MixedPrecisionPolicy,
         subgroup: Division | None = None,
+        keeps_on_host: bool = False,
     ) -> None:
         self.name, self.number = name, number
+        self.keeps_on_host = keeps_on_host
         self.managed = list(managed)
         self.mesh, self.policy, self.subgroup = mesh, policy, subgroup
         self.settings = Settings()
@@ -336,6 +339,22 @@ class Unit:
                 f"fully_shard: {len(missing)} parameters of {self.name} have no data: {', '.join(missing[:5])}; "
                 "materialize the model before its first forward, by init_parameters or by to_empty and its own "
                 "initialization",
+            )
+        if self.keeps_on_host:
+            self._check_on_host()
+
+    def _check_on_host(self) -> None:
+        away = [
+            f"{one.name} on {parameter._local.device}"
+            for one, parameter in zip(self.managed, self.sharded, strict=True)
+            if not str(parameter._local.device).lower().startswith("cpu")
+        ]
+        if away:
+            raise coded(
+                RuntimeError,
+                "HP434",
+                f"fully_shard: CPUOffloadPolicy keeps shards in host memory, but {len(away)} parameters of {self.name} "
+                f"are elsewhere: {', '.join(away[:5])}; move them with model.to('cpu') before the optimizer is created",
             )
 
     # --- what modules see
