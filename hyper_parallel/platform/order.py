@@ -9,6 +9,7 @@ all_reduce(sum, float32, (4,)) at train.py:31; rank 1 issued barrier() at train.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 
 HYPER_PARALLEL_CHECK_ORDER = "HYPER_PARALLEL_CHECK_ORDER"
+
+# Which unit of fully_shard a collective is for.
+_UNIT = re.compile(r", number \d+")
 
 # More collectives than any program issues.
 ALL = 1 << 62
@@ -69,6 +73,13 @@ def parted(
 
 
 def _remedy(issued: Mapping[int, str]) -> str:
+    calls = {one.partition(" at ")[0] for one in issued.values()}
+    if len({_UNIT.sub("", call) for call in calls}) < len(calls):
+        return (
+            "here the numbers differ, which are those of fully_shard units. Wrap and run the same units in the same "
+            "order on all ranks; with set_reduce_scatter_unused_params(True), ranks whose loss does not depend on a "
+            "unit add zeros"
+        )
     if len({one.partition("(")[0] for one in issued.values()}) == 1:
         return (
             "here the sizes differ. If the ranks have pieces of different sizes, say the shape of the whole, "

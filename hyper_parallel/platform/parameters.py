@@ -85,24 +85,27 @@ def shard_parameter(platform: Platform, param: Any, layout: Any) -> Any:
 
 
 def model_state_dict(platform: Platform, model: Any, options: Any) -> dict[str, Any]:
-    """Returns the model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
-    full = getattr(options, "full_state_dict", False)
+    """Returns the model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params.
+
+    With full_state_dict and cpu_offload, rank 0 has all of it, and others hold one full tensor at a time.
+    """
+    gathers = getattr(options, "full_state_dict", False)
+    offloads = getattr(options, "cpu_offload", False)
     state = dict(model.state_dict())
     if getattr(options, "ignore_frozen_params", False):
         frozen = platform._frozen_names(model)
         state = {name: value for name, value in state.items() if name not in frozen}
-    if full:
-        for name, value in state.items():
-            if isinstance(value, platform.DTensorBase):
-                state[name] = value.full_tensor()
-    if not getattr(options, "cpu_offload", False):
-        return state
-    if full and platform.get_rank():
-        return {}  # as in torch: the whole state in host memory is wanted once, not once per rank
-    return {
-        name: platform._to_host(value) if platform.is_tensor(value) else value
-        for name, value in state.items()
-    }
+    # As in torch: the whole state in host memory is wanted once, not once per rank.
+    is_left_out = gathers and offloads and platform.get_rank() != 0
+    delivered = {}
+    for name, value in state.items():
+        if gathers and isinstance(value, platform.DTensorBase):
+            value = value.full_tensor()  # noqa: PLW2901 - on every rank
+        if offloads and platform.is_tensor(value) and not is_left_out:
+            value = platform._to_host(value)  # noqa: PLW2901
+        if not is_left_out:
+            delivered[name] = value
+    return delivered
 
 
 def save_file(platform: Platform, cell: Any, file_path: Any, ckpt_format: str) -> None:

@@ -369,6 +369,56 @@ def test_the_state_dict_has_the_keys_of_the_model():
         close(whole(value, value), frame.array(state[name]))
 
 
+@on_ranks(2)
+def test_load_state_dict_takes_shards_and_refuses_other_shapes():
+    many = wrap(new_net(), mesh_of())
+    own = many.state_dict()
+    full = {
+        name: frame.tensor(frame.draw(*value.shape).astype("float32"))
+        for name, value in own.items()
+    }
+    wrong = {**full, "head.weight": frame.tensor(np.ones((9, 9), "float32"))}
+    before = whole(many.embed.weight, many.embed.weight)
+    with pytest.raises(ValueError, match=r"HP433|head.weight.*\(9, 9\)"):
+        many.load_state_dict(wrong)
+    close(whole(many.embed.weight, many.embed.weight), before)
+    many.load_state_dict(
+        {name: value.layout.part_of(full[name]) for name, value in own.items()}
+    )
+    for name, value in many.state_dict().items():
+        close(whole(value, value), frame.array(full[name]))
+
+
+class Added(platform.Module):
+    """The gradient of its parameter is the very tensor that the caller gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = frame.linear(DIM, ROWS, bias=False)
+
+    def forward(self, x):
+        return x + self.inner.weight
+
+    construct = forward
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_not_the_callers():
+    """A pipeline gives the gradient of each micro batch in the same memory."""
+    many = fully_shard(new_net(Added), mesh=mesh_of())
+    x = frame.tensor(np.zeros((ROWS, DIM), "float32"))
+    given = frame.tensor(np.zeros((ROWS, DIM), "float32"))
+    for step, syncs in enumerate((False, False, True), start=1):
+        many.set_requires_gradient_sync(syncs)
+        platform.copy_into(given, frame.tensor(np.full((ROWS, DIM), step, "float32")))
+        with platform.tape():
+            output = many(x)
+        platform.backward([output], [given])
+        close(frame.array(given), np.full((ROWS, DIM), step))
+    gradient = frame.grad(many.inner.weight)
+    close(whole(gradient, many.inner.weight), np.full((ROWS, DIM), 6.0))
+
+
 class Raises(platform.Function):
     """Does nothing in forward, and raises in backward."""
 

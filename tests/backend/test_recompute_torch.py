@@ -382,6 +382,30 @@ def test_in_place_operators_are_right_or_refused(verdict):
             gradients(everything, x)
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_mutated_cache_entry_detected(allowed):
+    """Only the operator that changes it needs what was kept, so no check of torch's own would notice."""
+    kept = []
+
+    def forward(x):
+        kept.append(x.exp())
+        return kept[-1].sin()
+
+    x = torch.randn(3, requires_grad=True)
+    contexts = functools.partial(
+        platform.create_selective_checkpoint_contexts, [aten.exp], allowed
+    )
+    out = platform.checkpoint(forward, x, use_reentrant=False, context_fn=contexts)
+    with torch.no_grad():
+        kept[0].zero_()
+    if allowed:
+        out.sum().backward()
+        assert not x.grad.any()  # the caller's own wish
+        return
+    with pytest.raises(RuntimeError, match="modified by an in-place operation"):
+        out.sum().backward()
+
+
 def test_second_backward():
     x = torch.randn(2, 5, 8, requires_grad=True)
     loss = platform.ckpt_wrapper(Block())(x).sum()

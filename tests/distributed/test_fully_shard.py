@@ -46,7 +46,7 @@ def test_training_equals_one_process__four_ranks_and_hybrid():
     for shape, names in (((4,), ("dp",)), ((2, 2), ("replicate", "shard"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         one, many = both(mesh)
-        same_training(one, many, mesh, steps=5)
+        same_training(one, many, mesh)
 
 
 @on_ranks(2)

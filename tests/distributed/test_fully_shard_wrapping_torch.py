@@ -64,11 +64,16 @@ def loss_of(net, x):
 def train_both(one, many, mesh, steps=3, part=part_of):
     optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in (one, many)]
     for x in batches(steps):
+        losses = []
         for net, rows, optimizer in zip(
             (one, many), (x, part(x, mesh)), optimizers, strict=True
         ):
             optimizer.zero_grad()
-            loss_of(net, rows).backward()
+            losses.append(loss_of(net, rows))
+            losses[-1].backward()
+        mean = losses[1].detach().clone()
+        torch.distributed.all_reduce(mean, group=mesh.get_group())
+        torch.testing.assert_close(mean / mesh.size(), losses[0].detach())
         check_gradients(one, many)
         for optimizer in optimizers:
             optimizer.step()
@@ -283,7 +288,7 @@ def test_training_with_tensor_parallel_equals_one_process():
     check_same(weight, one.mlps[0].up.weight)
     check_same(many.blocks[0].qkv.weight, one.blocks[0].qkv.weight)
     rows = mesh["dp"]
-    train_both(one, many, rows, steps=5)
+    train_both(one, many, rows, steps=20)
 
 
 # --- ignored, tied

@@ -15,9 +15,11 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from hyper_parallel.core.fully_shard.loading import fit_state, keep_replaced
 from hyper_parallel.core.fully_shard.running import (
     Runner,
     runner_of,
@@ -30,7 +32,11 @@ from hyper_parallel.core.fully_shard.sharding import (
     split_shard_group,
 )
 from hyper_parallel.core.fully_shard.unit import DataMesh, Unit
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.utils import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from hyper_parallel.core.modules.batches import divide_batches
 from hyper_parallel.core.modules.boundary import attach
 from hyper_parallel.platform import get_platform
@@ -74,7 +80,9 @@ def fully_shard(
     )
     name = " and ".join(type(one).__name__ for one in modules)
     subgroup = None if group_size is None else split_shard_group(mesh, group_size)
-    unit = Unit(name, _next_number(data), managed, data, policy, subgroup)
+    number = _next_number(data)
+    keeps_on_host = isinstance(offload, CPUOffloadPolicy)
+    unit = Unit(name, number, managed, data, policy, subgroup, keeps_on_host)
     if isinstance(reshard_after_forward, bool):
         unit.settings.reshard_after_forward = reshard_after_forward
     elif reshard_after_forward is not None:
@@ -102,14 +110,27 @@ def _attach(runner: Runner, mesh: DeviceMesh) -> None:
             enter=runner.enter,
             leave=runner.leave,
             on_error=runner.undo,
-            source=f"fully_shard({', '.join(_describe_axes(mesh))})",
+            source=_Source(runner.unit, _describe_axes(mesh)),
         )
 
 
-def _describe_axes(mesh: DeviceMesh) -> list[str]:
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """A unit as ``parallel_table`` prints it, with the memory that postponed reductions take."""
+
+    unit: Unit
+    axes: str
+
+    def __str__(self) -> str:
+        waiting = self.unit.unreduced_bytes
+        more = f", {waiting} bytes of gradients waiting" if waiting else ""
+        return f"fully_shard({self.axes}){more}"
+
+
+def _describe_axes(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ("data",)
     pairs = zip(names, mesh.mesh_shape, strict=True)
-    return [f"{name}={size}" for name, size in pairs]
+    return ", ".join(f"{name}={size}" for name, size in pairs)
 
 
 _UNITS: Counter[tuple[int, ...]] = Counter()  # by the ranks of their mesh
@@ -248,6 +269,11 @@ class HSDPModule:
         )
         self._set("syncs_gradients", given, recurse, "set_requires_gradient_sync")
 
+    def unreduced_gradient_bytes(self, *, recurse: bool = True) -> int:
+        """The bytes that this rank holds of whole gradients that no backward has reduced yet."""
+        runners = runners_below(self) if recurse else [_runner(self)]
+        return sum(runner.unit.unreduced_bytes for runner in runners)
+
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
@@ -325,11 +351,26 @@ class HSDPModule:
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads distributed, full or local tensors; parameters that are whole are freed first."""
-        for runner in runners_below(self):
-            runner.unit.release()
+        """Loads distributed tensors, full ones, or this rank's shards; parameters that are whole are freed first.
+
+        ``assign``: parameters become what is given, with its dtype, so create optimizers afterwards.
+        """
+        _recover(self)
+        units = [runner.unit for runner in runners_below(self)]
+        for unit in units:
+            unit.release()
+        before = [[one.parameter for one in unit.managed] for unit in units]
+        fitted = fit_state(self.state_dict(), state_dict)
         options = {"assign": True} if assign else {}
-        return super().load_state_dict(state_dict, strict, **options)  # type: ignore[misc]
+        loaded = super().load_state_dict(fitted, strict, **options)  # type: ignore[misc]
+        for unit, parameters in zip(units, before, strict=True):
+            keep_replaced(unit, parameters)
+        return loaded
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """What load_state_dict of a module around this one calls; whole parameters would lose what is loaded."""
+        _runner(self).unit.release()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _set(self, setting: str, value: Any, recurse: bool, call: str) -> None:
         _check_flag(call, value)
@@ -401,6 +442,13 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 def get_model_state_dict(model: Any, *, options: Any = None) -> dict[str, Any]:
     """The model's state dict; options: full_state_dict, cpu_offload, ignore_frozen_params."""
+    is_sent = getattr(options, "broadcast_from_rank0", False)
+    if is_sent and not getattr(options, "full_state_dict", False):
+        raise coded(
+            ValueError,
+            "HP429",
+            "get_model_state_dict: broadcast_from_rank0 needs full_state_dict=True: shards are not sent",
+        )
     return platform.get_model_state_dict(model, options=options)
 
 

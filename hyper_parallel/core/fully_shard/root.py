@@ -73,6 +73,8 @@ class Root:
         """Begins a forward; what a failed backward has left behind is cleared away."""
         self.recover()
         for runner in self._runners:
+            if runner is not self.outermost:
+                runner.begin_pass()
             if runner.unit.may_have_changed:
                 runner.unit.release()
         self.pass_number += 1

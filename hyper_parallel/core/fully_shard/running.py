@@ -127,7 +127,8 @@ class Runner:
         self._show_in_graph(root, _is_whole_batch(self.unit, (args, kwargs)))
         if root.is_in_backward:  # a recomputation
             return args, kwargs
-        self._modules_run.add(id(module))
+        if ACTIVE.root is root:
+            self._modules_run.add(id(module))
         root.order.enter(self)
         if ACTIVE.root is root:
             self._prefetch(self.forward_prefetch, root.order.after(self))
@@ -220,7 +221,7 @@ class Runner:
         if not self.is_in_backward:
             self.unit.uninstall()
             self._watch_outputs(output)
-            if self.reshards_after_forward and self._all_have_run():
+            if self.reshards_after_forward and self._has_run():
                 self.unit.release_after_forward()
                 if not platform.releases_saved_tensors:
                     self._tensors = None
@@ -231,11 +232,19 @@ class Runner:
             output = _cast(output, self.unit.policy.output_dtype)
         return output
 
-    def _all_have_run(self) -> bool:
-        if len(self._modules_run) < len(self.modules):
+    def _has_run(self) -> bool:
+        """Whether forward has left all modules of the unit, or the one that was called by itself."""
+        root = self.root
+        assert root is not None
+        is_alone = ACTIVE.root is not root and not root.is_in_backward
+        if not is_alone and len(self._modules_run) < len(self.modules):
             return False
         self._modules_run = set()
         return True
+
+    def begin_pass(self) -> None:
+        """Forgets which modules have run in the last pass, perhaps not all."""
+        self._modules_run = set()
 
     def undo(self, _: Any) -> None:
         """After an error in forward, or a recomputation that ended early."""

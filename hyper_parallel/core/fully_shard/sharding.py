@@ -28,6 +28,8 @@ from hyper_parallel.platform.error_codes import coded
 
 platform = get_platform()
 PlacementFn = Callable[[Any], Shard | None]
+# (name, parameter, the modules that have it)
+Located = tuple[str, Any, list[tuple[Any, str]]]
 
 # Axes along which ranks do not hold other parts of the batch for the same parameters.
 _OTHER_ROLES = ("tp", "cp", "ep", "pp", "sp")
@@ -35,7 +37,24 @@ _OTHER_ROLES = ("tp", "cp", "ep", "pp", "sp")
 
 def data_mesh(mesh: DeviceMesh) -> DataMesh:
     """The groups of a mesh of one or two axes."""
-    if mesh.ndim not in (1, 2):
+    _check_mesh(mesh)
+    mesh.own_coordinate("fully_shard")
+    shard_axis = mesh.ndim - 1
+    is_hybrid = mesh.ndim == 2
+    return DataMesh(
+        ranks=tuple(mesh.rank_list),
+        shard=Division(
+            mesh.get_group(shard_axis),
+            mesh.size(shard_axis),
+            mesh.get_local_rank(shard_axis),
+        ),
+        replicate_group=mesh.get_group(0) if is_hybrid else None,
+        replicate_ranks=mesh.size(0) if is_hybrid else 1,
+    )
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise coded(
             ValueError,
             "HP420",
@@ -57,19 +76,13 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
             f"fully_shard: {foreign} of {mesh} would be taken for data axes (replicate, shard); flatten the axes over "
             "which parameters are sharded into one",
         )
-    mesh.own_coordinate("fully_shard")
-    shard_axis = mesh.ndim - 1
-    is_hybrid = mesh.ndim == 2
-    return DataMesh(
-        ranks=tuple(mesh.rank_list),
-        shard=Division(
-            mesh.get_group(shard_axis),
-            mesh.size(shard_axis),
-            mesh.get_local_rank(shard_axis),
-        ),
-        replicate_group=mesh.get_group(0) if is_hybrid else None,
-        replicate_ranks=mesh.size(0) if is_hybrid else 1,
-    )
+    if foreign and foreign != ["cp"]:  # whose ranks have other tokens of the batch
+        raise coded(
+            ValueError,
+            "HP420",
+            f"fully_shard: {foreign[0]!r} of {mesh} is no data axis; pass the axis along which ranks have other parts "
+            "of the batch, such as mesh['dp']",
+        )
 
 
 def split_shard_group(mesh: DeviceMesh, size: int) -> Division:
@@ -92,6 +105,8 @@ def shard_parameters(
     """Shards every parameter below the modules that no unit manages yet; returns what the unit manages."""
     places = _find_places(modules, {id(parameter) for parameter in ignored})
     _check_untied([parameter for _, parameter, _ in places.values()], modules)
+    if len(modules) > 1:
+        _warn_of_untied_tables(list(places.values()))
     managed = []
     for name, parameter, owners in places.values():
         dim = _choose_dim(name, parameter, placement_of)
@@ -99,13 +114,11 @@ def shard_parameters(
     return managed
 
 
-def _find_places(
-    modules: Sequence[Any], ignored: set[int]
-) -> dict[int, tuple[str, Any, list[tuple[Any, str]]]]:
+def _find_places(modules: Sequence[Any], ignored: set[int]) -> dict[int, Located]:
     """The parameters to shard by id: (name, parameter, where modules have it)."""
     inner = {runner for module in modules for runner in runners_below(module)}
     taken = {id(parameter) for one in inner for parameter in one.unit.sharded}
-    places: dict[int, tuple[str, Any, list[tuple[Any, str]]]] = {}
+    places: dict[int, Located] = {}
     for owner, name, full, parameter in _walk_parameters(modules):
         _check_not_both(full, id(parameter), taken, ignored)
         if id(parameter) not in taken and id(parameter) not in ignored:
@@ -155,6 +168,26 @@ def _check_untied(parameters: Sequence[Any], modules: Sequence[Any]) -> None:
                     f"fully_shard: a parameter of {kinds} is tied to {name!r}, which another unit shards; give both "
                     "modules to one call, as fully_shard([first, second])",
                 )
+
+
+def _warn_of_untied_tables(places: Sequence[Located]) -> None:
+    """Warns of a list with an embedding and a head that only look tied: they are a model's largest tensors."""
+    others: list[Located] = []
+    shapes = set()
+    for entry in places:
+        _, parameter, owners = entry
+        if any(platform.is_embedding_module(owner) for owner, _ in owners):
+            shapes.add(tuple(parameter.shape))
+        else:
+            others.append(entry)
+    for name, parameter, owners in others:
+        if tuple(parameter.shape) in shapes:
+            size = math.prod(parameter.shape) * platform.get_element_size(parameter)
+            warnings.warn(
+                f"fully_shard: {name} of {type(owners[0][0]).__name__} is not tied to the embedding of the same shape, "
+                f"but one unit gathers both, in a buffer of {2 * size} bytes; make them units of their own",
+                stacklevel=4,
+            )
 
 
 def _choose_dim(
@@ -279,6 +312,9 @@ def _join(
     return joint, placements, whole
 
 
+_CONTAINERS = ("ModuleList", "ModuleDict", "CellList", "CellDict")
+
+
 def check_modules(modules: Sequence[Any]) -> None:
     """Raises for what cannot be a unit."""
     if not modules:
@@ -299,15 +335,27 @@ def check_modules(modules: Sequence[Any]) -> None:
                 f"fully_shard: {type(module).__name__} is a unit already; call fully_shard once per module, from the "
                 "inside out",
             )
-        if type(module).__name__ in (
-            "ModuleList",
-            "ModuleDict",
-            "CellList",
-            "CellDict",
-        ):
+        if _is_container(type(module)):
             raise coded(
                 ValueError,
                 "HP427",
                 f"fully_shard: {type(module).__name__} has no forward that could gather its parameters; call "
                 "fully_shard for each of its modules",
             )
+    if len(set(map(id, modules))) < len(modules):
+        kinds = ", ".join(type(module).__name__ for module in modules)
+        raise coded(
+            ValueError,
+            "HP427",
+            f"fully_shard: the list ({kinds}) has the same module twice",
+        )
+
+
+def _is_container(kind: type[Any]) -> bool:
+    """Whether modules of this class hold others without a forward of their own."""
+    for base in kind.__mro__:
+        if base.__name__ in _CONTAINERS:
+            return True
+        if "forward" in vars(base) or "construct" in vars(base):
+            return False
+    return False

@@ -126,7 +126,8 @@ class Unit:
     """Parameters that are gathered and reduced together.
 
     ``number``: which unit of its mesh it is, in the order of the calls of fully_shard. ``subgroup``: where whole
-    parameters are divided between forward and backward instead of being freed.
+    parameters are divided between forward and backward instead of being freed. ``keeps_on_host``: whether shards must
+    be in host memory.
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class Unit:
         mesh: DataMesh,
         policy: MixedPrecisionPolicy,
         subgroup: Division | None = None,
+        keeps_on_host: bool = False,
     ) -> None:
         self.name, self.number = name, number
+        self.keeps_on_host = keeps_on_host
         self.managed = list(managed)
         self.mesh, self.policy, self.subgroup = mesh, policy, subgroup
         self.settings = Settings()
@@ -190,6 +193,16 @@ class Unit:
                 for dtype, numbers in by_dtype.items()
             ]
         return self._parts
+
+    def renew(self) -> None:
+        """Makes the parts anew if the parameters have other dtypes than before."""
+        self._find_parameters()
+        parts = self._parts or []
+        dtypes = [
+            self.compute_dtype(number) for part in parts for number in part.numbers
+        ]
+        if dtypes != [part.memory.dtype for part in parts for _ in part.numbers]:
+            self._parts = None
 
     def _make_part(self, numbers: tuple[int, ...], dtype: Any) -> Part:
         shard, subgroup = self.mesh.shard, self.subgroup
@@ -338,6 +351,22 @@ class Unit:
                 "materialize the model before its first forward, by init_parameters or by to_empty and its own "
                 "initialization",
             )
+        if self.keeps_on_host:
+            self._check_on_host()
+
+    def _check_on_host(self) -> None:
+        away = [
+            f"{one.name} on {parameter._local.device}"
+            for one, parameter in zip(self.managed, self.sharded, strict=True)
+            if not str(parameter._local.device).lower().startswith("cpu")
+        ]
+        if away:
+            raise coded(
+                RuntimeError,
+                "HP434",
+                f"fully_shard: CPUOffloadPolicy keeps shards in host memory, but {len(away)} parameters of {self.name} "
+                f"are elsewhere: {', '.join(away[:5])}; move them with model.to('cpu') before the optimizer is created",
+            )
 
     # --- what modules see
 
@@ -375,7 +404,16 @@ class Unit:
             dtype = self.reduce_dtype(number)
             new = gradient if gradient.dtype is dtype else gradient.to(dtype)
             waiting = self.unreduced.get(number)
-            self.unreduced[number] = new if waiting is None else waiting + new
+            if waiting is not None:
+                new = waiting + new
+            elif gradient.dtype == dtype and not self.settings.syncs_gradients:
+                new = platform.clone(gradient)  # its memory is the caller's
+            self.unreduced[number] = new
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """The bytes of whole gradients that wait for a reduction on this rank."""
+        return sum(int(gradient.nbytes) for gradient in self.unreduced.values())
 
     @property
     def has_waiting_gradients(self) -> bool:

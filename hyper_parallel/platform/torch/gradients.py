@@ -116,7 +116,8 @@ class Gradients(Platform):
             call()
 
         with torch.enable_grad():
-            alias = tensor.view_as(tensor)
+            # Unlike that of a view, its gradient is the same tensor, which a leaf then knows to be used elsewhere.
+            alias = torch.ops.aten.alias(tensor)
         alias.grad_fn.register_prehook(run)
         return alias
 
