@@ -29,6 +29,7 @@ SMALL = {"dim": 128, "hidden": 344, "layers": 4, "context": 32, "batch": 2}
 LARGE = {"dim": 512, "hidden": 1376, "layers": 4, "context": 256, "batch": 4}
 TINY = {"dim": 32, "hidden": 48, "layers": 2, "context": 16, "batch": 2}
 WAYS = ("DDP", "FSDP2", "ours")
+RECOMPUTE = ", recompute"
 
 
 def build_model(sizes):
@@ -50,6 +51,9 @@ def build_way(name, sizes):
     from hyper_parallel import fully_shard, init_device_mesh
 
     model, ranks = build_model(sizes), dist.get_world_size()
+    if name.endswith(RECOMPUTE):
+        name = name.removesuffix(RECOMPUTE)
+        recompute_blocks(model, is_native=name == "FSDP2")
     if name == "DDP":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name == "FSDP2":
@@ -60,6 +64,18 @@ def build_way(name, sizes):
     for block in model.blocks:
         shard(block, mesh=mesh)
     return shard(model, mesh=mesh)
+
+
+def recompute_blocks(model, is_native):
+    """Has every block keep its input only, and run again in backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        checkpoint_wrapper as native_wrapper,
+    )
+
+    from hyper_parallel import checkpoint_wrapper
+
+    wrap = native_wrapper if is_native else checkpoint_wrapper
+    model.blocks = torch.nn.ModuleList(wrap(block) for block in model.blocks)
 
 
 def build_step(name, sizes):
@@ -122,6 +138,20 @@ def measure_memory(sizes, way):
     return held, peak
 
 
+def measure_copies(sizes):
+    """(bytes that a rank packs and unpacks for one gather of all units, bytes that it gathers)."""
+    from hyper_parallel.core.fully_shard.running import runners_below
+
+    copied = gathered = 0
+    for runner in runners_below(build_way("ours", sizes)):
+        for part in runner.unit._prepare():
+            plan = part.from_shards.plan
+            packed = sum(plan.entries[number].nbytes for number in plan.packed)
+            copied += packed + packed // plan.ranks
+            gathered += sum(entry.nbytes for entry in plan.entries)
+    return copied, gathered
+
+
 def trim_memory():
     """Gives freed memory back to the kernel."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -144,7 +174,7 @@ def print_times(title, sizes, rounds, calls, ranks=2):
 def print_memory(sizes):
     """A table of bytes, each way in new processes."""
     print(f"\n{'memory per rank, MiB':34}{'held':>10}{'peak':>10}")
-    for way in WAYS:
+    for way in (*WAYS, "FSDP2" + RECOMPUTE, "ours" + RECOMPUTE):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
         command += ["2", str(Path(__file__).resolve()), "--memory", way]
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -157,6 +187,16 @@ def print_memory(sizes):
         held = statistics.median(one[0] for one in reports) / 2**20
         peak = statistics.median(one[1] for one in reports) / 2**20
         print(f"{way:34}{held:>10.1f}{peak:>10.1f}", flush=True)
+
+
+def print_copies(sizes):
+    """What is copied beside the collectives."""
+    from hyper_parallel.testing import run_ranks
+
+    copied, gathered = run_ranks(measure_copies, 2, sizes)[0]
+    print(
+        f"\nbytes copied per gathered byte, beyond the collectives: {copied / gathered:.4f}"
+    )
 
 
 def main():
@@ -175,10 +215,12 @@ def main():
     if options.tiny:
         print_times("dim 32, 2 layers", TINY, 1, 1)
         print_memory(TINY)
+        print_copies(TINY)
         return
     print_times("dim 128, 4 layers, sequence 32", SMALL, 9, 5)
     print_times("dim 512, 4 layers, sequence 256", LARGE, 5, 1)
     print_memory(LARGE)
+    print_copies(LARGE)
     if options.growth:
         print("\nHow they grow")
         for ranks in (2, 4, 8):
