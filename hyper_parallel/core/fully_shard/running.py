@@ -435,9 +435,13 @@ class Runner:
 
 def fit_gradient(gradient: Any, leaf: Any) -> Any:
     """A reduced gradient in the dtype and on the device of its shard."""
-    if gradient.dtype is leaf.dtype and gradient.device == leaf.device:
+    is_fit = gradient.dtype is leaf.dtype and gradient.device == leaf.device
+    # MindSpore writes into the memory of a gradient, which is one for a whole unit, where it adds another.
+    if is_fit and platform.counts_changes:
         return gradient
-    return gradient.to(leaf.device).to(leaf.dtype)
+    return (
+        platform.clone(gradient) if is_fit else gradient.to(leaf.device).to(leaf.dtype)
+    )
 
 
 def _finish(root: Root, promised: Sequence[Any], number: int) -> Any:
