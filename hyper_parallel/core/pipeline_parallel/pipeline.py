@@ -68,15 +68,35 @@ class Pipeline:
 def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> Pipeline:
     """The pipeline of these stages; every rank of their group calls it, and all raise if they do not fit together."""
     group, ranks = _find_ranks(stages)
-    own: dict[str, Any] = {
+    own = _describe(stages, micro_batches, name)
+    said = [own] if len(ranks) == 1 else gather_words(own, group)
+    _check_agreement(said, ranks)
+    skips = {tuple(skip) for one in said for skip in one["skips"]}
+    return Pipeline(
+        group=group,
+        ranks=ranks,
+        rank=ranks.index(platform.get_rank()) if len(ranks) > 1 else 0,
+        stages=said[0]["of"][0],
+        holds=[sorted(one["stages"]) for one in said],
+        skips=tuple(sorted(skips)),
+        has_backward=said[0]["has_backward"],
+        is_sharded=any(one["is_sharded"] for one in said),
+        seed=said[0]["seed"],
+    )
+
+
+def _describe(
+    stages: Sequence[PipelineStage], micro_batches: int, name: str
+) -> dict[str, Any]:
+    """What the other ranks must know of this one's stages."""
+    skips = []
+    for stage in stages:
+        skips += [[source, stage.stage_index] for source in stage.src_stage]
+        skips += [[stage.stage_index, target] for target in stage.dst_stage]
+    return {
         "stages": [stage.stage_index for stage in stages],
         "of": sorted({stage.stage_num for stage in stages}),
-        "skips": [
-            [source, stage.stage_index]
-            for stage in stages
-            for source in stage.src_stage
-        ]
-        + [[stage.stage_index, to] for stage in stages for to in stage.dst_stage],
+        "skips": skips,
         "micro_batches": micro_batches,
         "schedule": name,
         "dyn_shape": any(stage.dyn_shape for stage in stages),
@@ -84,19 +104,6 @@ def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> P
         "is_sharded": any(ShardedStage(one.submodule).is_sharded for one in stages),
         "seed": platform.draw_seed(),
     }
-    said = [own] if len(ranks) == 1 else gather_words(own, group)
-    _check_agreement(said, ranks)
-    return Pipeline(
-        group,
-        ranks,
-        ranks.index(platform.get_rank()) if len(ranks) > 1 else 0,
-        said[0]["of"][0],
-        [sorted(one["stages"]) for one in said],
-        tuple(sorted({tuple(skip) for one in said for skip in one["skips"]})),
-        said[0]["has_backward"],
-        any(one["is_sharded"] for one in said),
-        said[0]["seed"],
-    )
 
 
 def _find_ranks(stages: Sequence[PipelineStage]) -> tuple[Any, list[int]]:
