@@ -13,7 +13,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel.platform.contract.ranks import Ranks
 from hyper_parallel.platform.error_codes import coded
@@ -22,7 +22,9 @@ from hyper_parallel.platform.order import (
     HYPER_PARALLEL_CHECK_ORDER,
     first_compared,
 )
-from hyper_parallel.platform.rows import Rows
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.rows import Rows
 
 HYPER_PARALLEL_CHECK = "HYPER_PARALLEL_CHECK"
 

@@ -18,7 +18,6 @@ from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import FIRST
 from hyper_parallel.platform.platform import Traffic
-from hyper_parallel.platform.rows import Rows, join_gather, join_reduction
 from hyper_parallel.platform.torch import gloo, order
 from hyper_parallel.platform.torch.faults import (
     BACKEND_ERRORS,
@@ -30,6 +29,7 @@ from hyper_parallel.platform.torch.faults import (
 from hyper_parallel.platform.torch.groups import Groups
 
 if TYPE_CHECKING:
+    from hyper_parallel.platform.rows import Rows
     from hyper_parallel.platform.torch.rows import SharedRows
 
 _REDUCE_OP = {
@@ -211,6 +211,8 @@ class Collectives(Groups, Differentiable):
         number: int = 0,
         rows: Rows | None = None,
     ) -> Any:
+        from hyper_parallel.platform.rows import join_gather
+
         call = "all_gather_into_tensor"
         resolved = self._group(call, group)
         outputs, sources = join_gather(rows, outputs, sources)
@@ -246,6 +248,8 @@ class Collectives(Groups, Differentiable):
         number: int = 0,
         rows: Rows | None = None,
     ) -> Any:
+        from hyper_parallel.platform.rows import join_reduction
+
         call = "reduce_scatter_tensor"
         resolved = self._group(call, group)
         sources = join_reduction(rows, sources)
