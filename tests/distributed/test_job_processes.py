@@ -72,7 +72,7 @@ def test_one_that_fails_ends_the_others_after_the_grace_period(run_ranks_of):
 
 
 def test_a_note_says_more_than_an_exit_code(run_ranks_of):
-    _, failures = run_ranks_of("raise", "0")
+    _, failures = run_ranks_of("raise", "0", grace=30)
     assert [(one.rank, one.headline) for one in failures] == [(0, "ValueError: wrong")]
 
 
