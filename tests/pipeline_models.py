@@ -39,10 +39,7 @@ class Apply(nn.Module):
 def new(*builders):
     """Modules of known weights in float64; a function becomes a layer that it is applied to."""
     torch.manual_seed(0)
-    made = [
-        build() if isinstance(build, type) else Apply(build)
-        for build in builders
-    ]
+    made = [build() if isinstance(build, type) else Apply(build) for build in builders]
     return [module.double() for module in made]
 
 
@@ -82,7 +79,7 @@ class Pair:
         schedule="1F1B",
         micros=3,
         loss=mse,
-        options=lambda stage, part: {},  # noqa: ARG005 - none
+        options=lambda stage, part: {},
         skips=(),
         group=None,
         pipe=lambda part: part,
@@ -128,9 +125,7 @@ class Pair:
     def run_alone(self, x, y, scale=None, **kwargs):
         """(outputs, losses) of the micro batches, whose scaled losses' gradients are added up."""
         outputs, losses = [], []
-        for one, target in zip(
-            x.chunk(self.micros), y.chunk(self.micros), strict=True
-        ):
+        for one, target in zip(x.chunk(self.micros), y.chunk(self.micros), strict=True):
             output = self.forward_alone(one, **kwargs)
             loss = self.loss(output, target)
             (loss * (1 / self.micros if scale is None else scale)).backward()

@@ -118,7 +118,10 @@ def test_exception_on_rank_k_raises_on_all(name, count):
 def check_loss(pair, fault, place, micro):
     fault.set("loss", micro)
     x, y = batch(8)
-    with pytest.raises(PipelineError, match=rf"stage {place}, forward of micro batch {micro}.*the loss of this stage"):
+    with pytest.raises(
+        PipelineError,
+        match=rf"stage {place}, forward of micro batch {micro}.*the loss of this stage",
+    ):
         pair.schedule.step(x, target=y)
     fault.set(None, None)
     pair.zero_grad()
@@ -151,7 +154,9 @@ def test_two_ranks_fail_at_once():
     x, y = batch(8)
     if pair.rank == 0:
         fault.set("forward", 3)
-    with pytest.raises(PipelineError, match="rank 0 failed in 0F3.*Also failed: rank 1 in 1F1"):
+    with pytest.raises(
+        PipelineError, match="rank 0 failed in 0F3.*Also failed: rank 1 in 1F1"
+    ):
         pair.schedule.step(x, target=y)
     fault.set(None, None)
     pair.step(x, y)
@@ -182,10 +187,14 @@ def test_a_missing_target_is_told_to_all():
     pair = Pair(layers(2))
     x, y = batch()
     if pair.has_last:
-        with pytest.raises(ValueError, match="needs target= for the loss function.*HP485"):
+        with pytest.raises(
+            ValueError, match="needs target= for the loss function.*HP485"
+        ):
             pair.schedule.step(x)
     else:
-        with pytest.raises(PipelineError, match="rank 1 failed in what it was given.*needs target="):
+        with pytest.raises(
+            PipelineError, match="rank 1 failed in what it was given.*needs target="
+        ):
             pair.schedule.step(x)
     pair.step(x, y)
 
@@ -196,12 +205,32 @@ def test_ranks_that_disagree_are_all_told():
     part = layers(1)[0]
     stage = PipelineStage(part, rank, 2)
     cases = [
-        (lambda: Schedule1F1B(stage, 3 + rank), "agree on the number of micro batches, got rank 0: 3, rank 1: 4"),
-        (lambda: (Schedule1F1B, ScheduleGPipe)[rank](stage, 3), "agree on the schedule, got rank 0: 1F1B, rank 1: GPipe"),
-        (lambda: Schedule1F1B(PipelineStage(part, rank, 2 + rank), 3), r"the number of stages, got rank 0: \[2\], rank 1: \[3\]"),
-        (lambda: Schedule1F1B(PipelineStage(part, 0, 2), 3), r"1F1B runs the stages \[\[0\], \[1\]\].*hold \[\[0\], \[0\]\]"),
-        (lambda: Schedule1F1B(PipelineStage(part, rank, 2, dyn_shape=rank == 1), 3), "agree on dyn_shape"),
-        (lambda: Schedule1F1B(PipelineStage(part, rank, 2, has_backward=rank == 1), 3), "agree on has_backward"),
+        (
+            lambda: Schedule1F1B(stage, 3 + rank),
+            "agree on the number of micro batches, got rank 0: 3, rank 1: 4",
+        ),
+        (
+            lambda: (Schedule1F1B, ScheduleGPipe)[rank](stage, 3),
+            "agree on the schedule, got rank 0: 1F1B, rank 1: GPipe",
+        ),
+        (
+            lambda: Schedule1F1B(PipelineStage(part, rank, 2 + rank), 3),
+            r"the number of stages, got rank 0: \[2\], rank 1: \[3\]",
+        ),
+        (
+            lambda: Schedule1F1B(PipelineStage(part, 0, 2), 3),
+            r"1F1B runs the stages \[\[0\], \[1\]\].*hold \[\[0\], \[0\]\]",
+        ),
+        (
+            lambda: Schedule1F1B(PipelineStage(part, rank, 2, dyn_shape=rank == 1), 3),
+            "agree on dyn_shape",
+        ),
+        (
+            lambda: Schedule1F1B(
+                PipelineStage(part, rank, 2, has_backward=rank == 1), 3
+            ),
+            "agree on has_backward",
+        ),
     ]
     for build, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -212,7 +241,9 @@ def test_ranks_that_disagree_are_all_told():
 
 def test_stages_that_are_not_there_are_refused():
     part = layers(1)[0]
-    with pytest.raises(ValueError, match="stage_index must be from 0 to 1 for 2 stages, got 2.*HP483"):
+    with pytest.raises(
+        ValueError, match="stage_index must be from 0 to 1 for 2 stages, got 2.*HP483"
+    ):
         PipelineStage(part, 2, 2)
     with pytest.raises(ValueError, match="expected a stage, got none.*HP483"):
         Schedule1F1B([], 2)
@@ -240,7 +271,9 @@ def test_a_csv_file_as_schedule(tmp_path):
             (mse(torch.nn.Sequential(*same)(one), target) / 4).backward()
         runtime.step(x, target=y)
         for n in (rank, rank + 2):
-            for parameter, other in zip(stages[n].parameters(), same[n].parameters(), strict=True):
+            for parameter, other in zip(
+                stages[n].parameters(), same[n].parameters(), strict=True
+            ):
                 close(parameter.grad, other.grad)
         assert runtime.trace == runtime.exec_order[rank]
         torch.distributed.barrier()
@@ -280,7 +313,17 @@ def test_a_function_in_place_of_a_type_of_action():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("name", "count"), [("GPipe", 2), ("1F1B", 2), ("ZB-H1", 2), ("Interleaved1F1B", 4), ("ZBV", 4), ("V-Min", 4)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("GPipe", 2),
+        ("1F1B", 2),
+        ("ZB-H1", 2),
+        ("Interleaved1F1B", 4),
+        ("ZBV", 4),
+        ("V-Min", 4),
+    ],
+)
 def test_live_activations_match_formula(name, count):
     """Counted when a forward begins; the outputs of all micro batches are freed at the end."""
     from hyper_parallel.core.pipeline_parallel.orders import count_live
@@ -302,7 +345,10 @@ def test_live_activations_match_formula(name, count):
     assert max(peaks) == count_live(pair.schedule.schedule.orders[pair.rank])
     assert all(stage.passes == {} for stage in pair.stages)
     runtime = pair.schedule._runtime
-    assert not (runtime._outputs or runtime._handed or runtime._gradients or runtime._sent)
+    assert not (runtime._outputs)
+    assert not (runtime._handed)
+    assert not (runtime._gradients)
+    assert not (runtime._sent)
     assert not runtime._mailbox._sends
 
 

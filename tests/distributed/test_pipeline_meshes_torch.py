@@ -42,18 +42,20 @@ def test_the_group_of_a_sub_mesh():
 
 @on_ranks(4)
 def test_stages_follow_the_order_of_the_group():
-    mesh = init_device_mesh(
-        "cpu", (4,), mesh_dim_names=("pp",), rank_list=(3, 1, 0, 2)
-    )
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",), rank_list=(3, 1, 0, 2))
     group = mesh.get_group("pp")
-    place = list(torch.distributed.get_process_group_ranks(group)).index(torch.distributed.get_rank())
+    place = list(torch.distributed.get_process_group_ranks(group)).index(
+        torch.distributed.get_rank()
+    )
     parts, same = layers(4), layers(4)
     schedule = Schedule1F1B(PipelineStage(parts[place], place, 4, group=group), 4, mse)
     x, y = batch(8)
     schedule.step(x, target=y)
     for one, target in zip(x.chunk(4), y.chunk(4), strict=True):
         (mse(nn.Sequential(*same)(one), target) / 4).backward()
-    for own, other in zip(parts[place].parameters(), same[place].parameters(), strict=True):
+    for own, other in zip(
+        parts[place].parameters(), same[place].parameters(), strict=True
+    ):
         close(own.grad, other.grad)
 
 
@@ -73,9 +75,10 @@ class Mlp(nn.Module):
 
 
 def parallel(module, mesh):
-    from hyper_parallel import distribute_module
 
-    parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     return module
 
 
@@ -107,7 +110,9 @@ def whole(tensor):
 
 def check_whole_gradients(pair):
     for stage in pair.own:
-        for own, other in zip(pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True):
+        for own, other in zip(
+            pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True
+        ):
             close(whole(own.grad), other.grad)
 
 
@@ -138,8 +143,11 @@ def test_distributed_tensors_between_stages():
 
     for name in ("1F1B", "ZB-H1"):
         pair = Pair(
-            new(first, second), name, group=mesh["pp"].get_group(), pipe=distribute,
-            loss=lambda output, target: mse(output, target),
+            new(first, second),
+            name,
+            group=mesh["pp"].get_group(),
+            pipe=distribute,
+            loss=mse,
         )
         x, y = batch()
         given = distribute_tensor(x, mesh["tp"], [Replicate()])
@@ -155,7 +163,10 @@ def test_distributed_tensors_between_stages():
             check_whole_gradients(pair)
         if pair.has_last:
             sizes = {3, 2}
-            assert all(one[0] == (Shard(1),) and one[1] == (2, 5) and one[2][1] in sizes for one in seen)
+            assert all(
+                one[0] == (Shard(1),) and one[1] == (2, 5) and one[2][1] in sizes
+                for one in seen
+            )
             assert len(seen) % 6 == 0
             seen.clear()
 
@@ -216,8 +227,12 @@ FULLY = [("GPipe", 2), ("1F1B", 2), ("ZB-H1", 2), ("Interleaved1F1B", 4), ("ZBV"
 
 def sharded_pair(name, count, mesh, **options):
     return Pair(
-        new(*[Block] * count), name, micros=4, group=mesh["pp"].get_group(),
-        pipe=lambda part: shard(part, mesh["dp"]), **options,
+        new(*[Block] * count),
+        name,
+        micros=4,
+        group=mesh["pp"].get_group(),
+        pipe=lambda part: shard(part, mesh["dp"]),
+        **options,
     )
 
 
@@ -249,7 +264,9 @@ def test_fully_shard_within_stages(name, count, keeps):
             optimizer.step()
             optimizer.zero_grad()
     for stage in pair.own:
-        for own, other in zip(pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True):
+        for own, other in zip(
+            pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True
+        ):
             close(whole(own).detach(), other.detach())
 
 
@@ -267,7 +284,10 @@ def test_split_backward_with_ddp_reduces_once(name, count):
         if entry.axis == "dp":
             counts[entry.collective] = counts.get(entry.collective, 0) + 1
     units = 2 * len(pair.own)
-    assert counts == {"all_gather_into_tensor": units, "reduce_scatter_tensor": units}, counts
+    assert counts == {
+        "all_gather_into_tensor": units,
+        "reduce_scatter_tensor": units,
+    }, counts
     check_whole_gradients(pair)
 
 

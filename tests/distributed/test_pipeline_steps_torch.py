@@ -129,13 +129,13 @@ def test_losses_are_filled_in_order_on_the_last_stage_only():
 
 @on_ranks(2)
 def test_outputs_are_not_kept_where_they_are_not_returned():
-    pair = Pair(layers(2), loss=lambda output, target: note(output, target))
     kept = []
 
     def note(output, target):
         kept.append(weakref.ref(output))
         return mse(output, target)
 
+    pair = Pair(layers(2), loss=note)
     x, y = batch()
     pair.schedule.step(x, target=y, return_outputs=False)
     assert len(kept) == (3 if pair.has_last else 0)
@@ -158,7 +158,9 @@ def test_all_outputs_kept_in_order():
 
 @on_ranks(2)
 def test_eval_records_nothing_and_follows_training():
-    parts = new(Layer, lambda layer, x: nn.functional.dropout(layer(x), 0.5, layer.training))
+    parts = new(
+        Layer, lambda layer, x: nn.functional.dropout(layer(x), 0.5, layer.training)
+    )
     pair = Pair(parts)
     x, y = batch()
     for part in [*pair.alone, *pair.piped]:
@@ -233,7 +235,9 @@ def test_kwargs_are_not_mutated__interleaved_with_recompute():
         assert tuple(mask.shape) == (2, 5)
         return checkpoint(lambda x: layer(x) * mask * weight**power, x)
 
-    pair = Pair(new(use, use, use, use), "Interleaved1F1B", kwargs_batch_dim={"weight": -1})
+    pair = Pair(
+        new(use, use, use, use), "Interleaved1F1B", kwargs_batch_dim={"weight": -1}
+    )
     x, y = batch()
     mask = (torch.arange(30.0).view(6, 5) % 3 / 3).double().requires_grad_()
     kwargs = {
@@ -293,7 +297,9 @@ def test_batch_dims_of_arguments():
 
 def test_batch_dims_of_a_wrong_kind_are_refused():
     part = layers(1)[0]
-    with pytest.raises(TypeError, match="args_batch_dim must be a list or tuple.*HP480"):
+    with pytest.raises(
+        TypeError, match="args_batch_dim must be a list or tuple.*HP480"
+    ):
         Schedule1F1B(PipelineStage(part, 0, 1), 2, 0)
     with pytest.raises(TypeError, match="kwargs_batch_dim must be a dict.*HP480"):
         Schedule1F1B(PipelineStage(part, 0, 1), 2, kwargs_batch_dim=(0,))
@@ -314,7 +320,9 @@ def test_a_batch_that_micro_batches_do_not_divide():
         with pytest.raises(ValueError, match="size 7 at batch dim 0, which 3 micro"):
             pair.schedule.step(*given)
     else:
-        with pytest.raises(RuntimeError, match="rank 0 failed in what it was given.*size 7"):
+        with pytest.raises(
+            RuntimeError, match="rank 0 failed in what it was given.*size 7"
+        ):
             pair.schedule.step(*given, target=y[:6])
     pair.step(*batch())
 
@@ -360,7 +368,9 @@ def test_dynamic_shapes__two_lengths_in_one_step_are_refused_otherwise():
     for name in ("GPipe", "1F1B"):
         pair = Pair([*new(shorten), *layers(1)], name)
         x, y = alternating()
-        with pytest.raises(RuntimeError, match=r"rank 0 failed .*float64\[[12], 5\].*HP482"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0 failed .*float64\[[12], 5\].*HP482"
+        ):
             pair.schedule.step(x, target=y)
 
 
@@ -383,7 +393,13 @@ def test_dynamic_shapes__between_steps(name):
 
 
 def test_one_process_needs_no_group():
-    for name, chunks in [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 3), ("ZBV", 2), ("ZB-H1", 1)]:
+    for name, chunks in [
+        ("1F1B", 1),
+        ("GPipe", 1),
+        ("Interleaved1F1B", 3),
+        ("ZBV", 2),
+        ("ZB-H1", 1),
+    ]:
         parts, same = layers(chunks), layers(chunks)
         x, y = batch()
         for one, target in zip(x.chunk(3), y.chunk(3), strict=True):
@@ -393,7 +409,9 @@ def test_one_process_needs_no_group():
         output = schedule.step(x, target=y)
         close(output, nn.Sequential(*same)(x).detach())
         for part, other in zip(parts, same, strict=True):
-            for own, expected in zip(part.parameters(), other.parameters(), strict=True):
+            for own, expected in zip(
+                part.parameters(), other.parameters(), strict=True
+            ):
                 close(own.grad, expected.grad)
         assert "SEND" not in str(schedule.trace)
 
@@ -409,7 +427,11 @@ def test_outputs_of_other_structures_are_joined():
 
     parts = [*layers(1), *new(last)]
     merge = {"output": 0, "count": None, "mean": None, "t": BatchDimSpec(1)}
-    pair = Pair(parts, loss=lambda output, target: mse(output["output"], target), output_merge_spec=merge)
+    pair = Pair(
+        parts,
+        loss=lambda output, target: mse(output["output"], target),
+        output_merge_spec=merge,
+    )
     x, y = batch()
     output = pair.schedule.step(x, target=y)
     expected = pair.forward_alone(x)
@@ -421,7 +443,7 @@ def test_outputs_of_other_structures_are_joined():
 
 @on_ranks(2)
 def test_outputs_are_joined_by_a_function():
-    pair = Pair(layers(2), output_merge_spec=lambda outputs: torch.stack(outputs))
+    pair = Pair(layers(2), output_merge_spec=torch.stack)
     x, y = batch()
     output = pair.schedule.step(x, target=y)
     if pair.has_last:

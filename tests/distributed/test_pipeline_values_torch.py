@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from pipeline_models import DIM, Apply, Layer, Pair, batch, close, layers, mse, new
+from pipeline_models import DIM, Layer, Pair, batch, close, layers, new
 from torch import nn
 
 from hyper_parallel.core.activation_checkpoint import checkpoint
@@ -13,7 +13,13 @@ from hyper_parallel.core.pipeline_parallel import PipelineStage, SharedParameter
 from hyper_parallel.testing import on_ranks
 
 # The splits of backward, and both ways to have two stages on a rank.
-SCHEDULES = [("GPipe", 2), ("1F1B", 2), ("ZB-H1", 2), ("Interleaved1F1B", 4), ("ZBV", 4)]
+SCHEDULES = [
+    ("GPipe", 2),
+    ("1F1B", 2),
+    ("ZB-H1", 2),
+    ("Interleaved1F1B", 4),
+    ("ZBV", 4),
+]
 
 
 def pairs(builders, **options):
@@ -108,10 +114,10 @@ def test_an_output_that_no_later_stage_uses():
         y = layer(x)
         return y, y * 2
 
-    def second(layer, y, unused):  # noqa: ARG001
+    def second(layer, y, unused):
         return layer(y)
 
-    def neither(layer, y, z):  # noqa: ARG001
+    def neither(layer, y, z):
         return layer(torch.zeros_like(y))
 
     for pair in pairs([first, second]):
@@ -129,7 +135,9 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks():
     with pytest.raises(RuntimeError, match=r"0SEND_F0.*stage returned set.*HP481"):
         pair.schedule.step(x, target=y)
     pair = Pair(new(lambda layer, x: [layer(x)] * 63, Layer))
-    with pytest.raises(RuntimeError, match="63 tensors between two stages; the most are 62"):
+    with pytest.raises(
+        RuntimeError, match="63 tensors between two stages; the most are 62"
+    ):
         pair.schedule.step(x, target=y)
     pair = Pair(new(lambda layer, x: [layer(x)] * 62, lambda layer, x: layer(sum(x))))
     pair.step(x, y)
@@ -142,11 +150,18 @@ def test_skip_connection__works_or_refused_at_build():
 
     for name in ("Interleaved1F1B", "ZBV", "LoopedBFS"):
         for skips in ([(0, 3)], [(0, 2), (1, 3)]):
-            parts = new(*(last if any(to == n for _, to in skips) else Layer for n in range(4)))
+            parts = new(
+                *(last if any(to == n for _, to in skips) else Layer for n in range(4))
+            )
             pair = Pair(parts, name, micros=4, skips=skips)
             pair.step(*batch(8))
             pair.step(*batch(8))
-    for beyond in ({"dst_stage": 5}, {"dst_stage": 0}, {"src_stage": 3}, {"src_stage": -1}):
+    for beyond in (
+        {"dst_stage": 5},
+        {"dst_stage": 0},
+        {"src_stage": 3},
+        {"src_stage": -1},
+    ):
         with pytest.raises(ValueError, match="must name stages of.*HP483"):
             PipelineStage(Layer(), 2, 4, **beyond)
 
@@ -203,7 +218,9 @@ def test_tied_embedding__grads(name, count):
 def test_tied_embedding__values(name, count):
     pair = tied(name, count)
     optimizers = [
-        torch.optim.SGD({id(p): p for part in parts for p in part.parameters()}.values(), 0.1)
+        torch.optim.SGD(
+            {id(p): p for part in parts for p in part.parameters()}.values(), 0.1
+        )
         for parts in (pair.alone, [pair.piped[stage] for stage in pair.own])
     ]
     for seed in range(20):
@@ -214,7 +231,9 @@ def test_tied_embedding__values(name, count):
             optimizer.step()
             optimizer.zero_grad()
     for stage in pair.own:
-        for own, other in zip(pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True):
+        for own, other in zip(
+            pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True
+        ):
             close(own.detach(), other.detach())
     everyone = [None] * 2
     own = [pair.piped[n].weight.detach() for n in pair.own if n in (0, count - 1)]
@@ -267,7 +286,9 @@ def test_a_shared_parameter_of_a_stage_that_is_not_there():
         info = SharedParameterInfo(part.linear.weight, [0, 7])
         return {"shared_parameters": [info]}
 
-    with pytest.raises(ValueError, match="names stage 7, but there are 2 stages.*HP483"):
+    with pytest.raises(
+        ValueError, match="names stage 7, but there are 2 stages.*HP483"
+    ):
         Pair(layers(2), options=share)
 
 
@@ -303,7 +324,9 @@ def test_no_gradient_is_sent_to_what_needs_none():
         pair.step(*batch())
         with CommunicationLedger() as ledger:
             pair.step(*batch())
-        counts.append(sum(one.collective in ("isend", "irecv") for one in ledger.entries))
+        counts.append(
+            sum(one.collective in ("isend", "irecv") for one in ledger.entries)
+        )
     assert counts == [3, 6]
 
 
@@ -369,7 +392,9 @@ def leave(layer, given):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBV", "V-Half", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "name", ["InterleavedZeroBubble", "ZBV", "V-Half", "Interleaved1F1B"]
+)
 def test_split_backward__all_kinds_of_parameters(name):
     pair = Pair(new(enter, Rich, Rich, leave), name, micros=4)
     pair.step(*batch(8))
@@ -424,10 +449,20 @@ def test_split_backward_with_activation_checkpoint__recomputes_little():
 @on_ranks(2)
 def test_dropout_is_the_same_in_every_schedule():
     def drop(layer, x):
-        return nn.functional.dropout(checkpoint(lambda x: nn.functional.dropout(layer(x), 0.3), x), 0.5)
+        return nn.functional.dropout(
+            checkpoint(lambda x: nn.functional.dropout(layer(x), 0.3), x), 0.5
+        )
 
     found = {}
-    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "GPipe", "1F1B", "ZB-H1", "ZB-H2"):
+    for name in (
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "GPipe",
+        "1F1B",
+        "ZB-H1",
+        "ZB-H2",
+    ):
         count = 2 if name in ("GPipe", "1F1B", "ZB-H1", "ZB-H2") else 4
         torch.manual_seed(3)
         pair = Pair(new(*[drop] * count), name, micros=4)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallel: stages of a model on different ranks, schedules of micro batches, and what runs them."""
 
+from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
 from hyper_parallel.core.pipeline_parallel.hook_coordinator import HookCoordinator
 from hyper_parallel.core.pipeline_parallel.scheduler import (
     MetaStep,
@@ -31,6 +32,7 @@ __all__ = [
     "HookCoordinator",
     "MetaStep",
     "MetaStepType",
+    "PipelineError",
     "PipelineScheduleRuntime",
     "PipelineStage",
     "Schedule1F1B",

@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.pipeline_parallel.action import Message

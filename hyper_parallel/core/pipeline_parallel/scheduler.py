@@ -82,8 +82,9 @@ class PipelineScheduleRuntime:
     ``args_batch_dim``, ``kwargs_batch_dim``: at which dims, as ints or ``BatchDimSpec``; a third positional argument
     that can be called is the loss function, as in torch. ``output_concat_dim``: ``run`` joins outputs there.
     ``loss_fn(output, target, **loss_kwargs)``; with ``scale_grads`` gradients of ``step`` are those of the mean of all
-    losses, else of their sum. ``output_merge_spec``: how ``step`` joins outputs. ``overlap_p2p`` is always on: receives are posted before they are needed. ``schedule``:
-    the name of a schedule, a ``Schedule``, or the path of a CSV file; classes below have theirs.
+    losses, else of their sum. ``output_merge_spec``: how ``step`` joins outputs. ``overlap_p2p`` is always on:
+    receives are posted before they are needed. ``schedule``: the name of a schedule, a ``Schedule``, or the path of a
+    CSV file; classes below have theirs.
     """
 
     schedule_name = "1F1B"
