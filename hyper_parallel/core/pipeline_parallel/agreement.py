@@ -60,15 +60,14 @@ def _say(failure: Any) -> list[Any]:
 
 def _explain(said: Sequence[Sequence[Any]]) -> PipelineError:
     own = [one for one in said if one[1]] or said
-    rank, _, action, text = own[0]
-    more = ""
+    rank, _, action, reason = own[0]
     if len(own) > 1:
         others = ", ".join(f"rank {one[0]} in {one[2]}" for one in own[1:])
-        more = f" Also failed: {others}."
+        reason = f"{reason}. Also failed: {others}"
     return coded(
         PipelineError,
         "HP484",
-        f"pipeline: rank {rank} failed in {action}: {text}.{more} No rank has finished the step; the schedule can be "
+        f"pipeline: rank {rank} failed in {action}: {reason}. No rank has finished the step; the schedule can be "
         "used again",
     )
 
