@@ -242,3 +242,46 @@ def test_an_error_on_one_rank_is_an_error_on_all():
             forget(layers)
             schedule.step(x, target=y)
             assert frame.grad(parameters_of([layers[rank]])[0]) is not None
+
+
+class Twice(Layer):
+    """Sends its result twice."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y
+
+    construct = forward
+
+
+class Sum(Layer):
+    """Adds what it is given, so that both get one gradient."""
+
+    def forward(self, x, other):
+        return super().forward(x + other)
+
+    construct = forward
+
+
+@pytest.mark.xfail(
+    not frame.IS_TORCH,
+    reason="MindSpore has no kernel on a CPU that copies a gradient for a second leaf",
+)
+@on_ranks(2)
+def test_two_inputs_of_one_gradient():
+    rank = platform.get_rank()
+    alone, piped = [Twice(), Sum()], [Twice(), Sum()]
+    for layers in (alone, piped):
+        for seed, parameter in enumerate(parameters_of(layers)):
+            values = frame.draw(*parameter.shape, seed=seed).astype("float32")
+            with platform.no_grad():
+                platform.copy_into(parameter, frame.tensor(values))
+    stage = PipelineStage(piped[rank], rank, 2)
+    schedule = get_schedule_class("1F1B")(stage, MICROS, mse)
+    forget([*alone, *piped])
+    x, y = batch()
+    run_alone(alone, x, y)
+    schedule.step(x, target=y)
+    pairs = zip(parameters_of([piped[rank]]), parameters_of([alone[rank]]), strict=True)
+    for mine, other in pairs:
+        close(frame.grad(mine), frame.grad(other))
