@@ -62,6 +62,15 @@ if TYPE_CHECKING:
         fully_shard,
         hsdp_sync_stream,
     )
+    from hyper_parallel.core.pipeline_parallel import (
+        BatchDimSpec,
+        MetaStep,
+        MetaStepType,
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+    )
     from hyper_parallel.core.tensor_parallel import (
         ColwiseParallel,
         FusedColwiseParallel,
@@ -80,6 +89,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchDimSpec",
     "CPUOffloadPolicy",
     "CheckpointPolicy",
     "ColwiseParallel",
@@ -92,9 +102,12 @@ __all__ = [
     "FusedShard",
     "HSDPModule",
     "Layout",
+    "MetaStep",
+    "MetaStepType",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Partial",
+    "PipelineStage",
     "Platform",
     "PlatformType",
     "PrepareModuleInput",
@@ -104,6 +117,9 @@ __all__ = [
     "Replicate",
     "Replicated",
     "RowwiseParallel",
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
     "SequenceParallel",
     "Shard",
     "SkipDTensorDispatch",
@@ -156,6 +172,15 @@ _HOMES = {
         "OffloadPolicy",
         "fully_shard",
         "hsdp_sync_stream",
+    ),
+    "core.pipeline_parallel": (
+        "BatchDimSpec",
+        "MetaStep",
+        "MetaStepType",
+        "PipelineStage",
+        "Schedule1F1B",
+        "ScheduleGPipe",
+        "ScheduleInterleaved1F1B",
     ),
     "core.tensor_parallel": (
         "ColwiseParallel",

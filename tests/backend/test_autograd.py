@@ -161,3 +161,52 @@ def test_backward_from_distributed_outputs():
     whole = DTensor.from_local(frame.tensor(np.ones(4)), mesh, [Replicate()])
     platform.backward([again], [whole])
     assert frame.grad(shard).tolist() == [5.0, 43.0]
+
+
+def test_backward_to_inputs_leaves_the_rest_for_later(platform):
+    """Gradients of inputs at once; those of other leaves when the function is called, or before."""
+    x, weight, bias = (frame.leaf([1.0, 2.0]) for _ in range(3))
+    with platform.tape():
+        y = (x * weight) * (x * bias)
+    finish = platform.backward_inputs([y], [tensor([1.0, 10.0])], [x])
+    assert frame.grad(x).tolist() == [2.0, 160.0]  # 2 x weight bias
+    if frame.IS_TORCH:
+        assert frame.grad(weight) is None
+    finish()
+    assert frame.grad(weight).tolist() == [1.0, 80.0]
+    assert frame.grad(bias).tolist() == [1.0, 80.0]
+    assert frame.grad(x).tolist() == [2.0, 160.0]
+
+
+def test_backward_to_inputs_checks_what_it_is_given(platform):
+    with pytest.raises(ValueError, match="was not recorded"):
+        platform.backward_inputs([tensor([1.0])], None, [])
+
+
+def test_whether_recording_is_disabled(platform):
+    assert not platform.is_recording_disabled()
+    with platform.no_grad():
+        assert platform.is_recording_disabled() == frame.IS_TORCH
+    assert not platform.is_recording_disabled()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_whether_gradients_of_several_leaves_can_be_deferred(platform, hooked):
+    leaves, answers = [frame.leaf([1.0, 2.0]) for _ in range(2)], []
+
+    class Asking(platform.Function):
+        @staticmethod
+        def forward(ctx, first, second):
+            return platform.detach(first) * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            answers.append(platform.can_defer_gradients(leaves, ctx))
+            return gradient, gradient
+
+    if hooked:
+        leaves[1].register_hook(lambda gradient: None)
+    with platform.tape():
+        y = Asking.apply(*leaves)
+    platform.backward([y], [tensor([1.0, 1.0])])
+    assert answers == [not hooked]

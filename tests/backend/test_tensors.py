@@ -519,3 +519,45 @@ def test_a_tensor_takes_the_memory_format_of_another(platform):
         tensor(np.arange(24.0).reshape(1, 2, 3, 4), "float32") for _ in range(2)
     )
     assert values(platform.in_memory_format_of(like, other)) == values(other)
+
+
+@pytest.mark.parametrize("header", [b"", b"head", bytes(range(33))])
+def test_packed_bytes_are_unpacked(header):
+    platform = get_platform()
+    specs = [("float32", (2, 3)), ("int64", (5,)), ("uint8", (3,)), ("float64", ())]
+    specs += [("bool", (2, 2)), ("bfloat16", (3,)), ("float32", (0, 4))]
+    tensors = [
+        tensor(np.arange(int(np.prod(shape))).reshape(shape) % 2, name)
+        for name, shape in specs
+    ]
+    packed = platform.pack_bytes(header, tensors)
+    assert platform.tensor_to_numpy(packed)[: len(header)].tobytes() == header
+    assert packed.shape[0] % 16 == 0
+    unpacked = platform.unpack_bytes(packed, len(header), specs)
+    for before, after, (name, shape) in zip(tensors, unpacked, specs, strict=True):
+        assert after.dtype == dtype(name)
+        assert tuple(after.shape) == shape
+        frame.equal(after, before)
+
+
+def test_packed_tensors_may_have_gaps_in_memory():
+    platform = get_platform()
+    whole = frame.tensor(np.arange(12.0).reshape(3, 4))
+    packed = platform.pack_bytes(b"x", [whole[:, 1:3], whole[1]])
+    specs = [("float64", (3, 2)), ("float64", (4,))]
+    columns, row = platform.unpack_bytes(packed, 1, specs)
+    frame.equal(columns, frame.array(whole)[:, 1:3])
+    frame.equal(row, frame.array(whole)[1])
+
+
+def test_versions_of_several_tensors():
+    platform = get_platform()
+    tensors = [frame.tensor(np.ones(2)) for _ in range(2)]
+    before = platform.versions_of(tensors)
+    assert before == tuple(map(platform.version_of, tensors))
+    platform.copy_into(tensors[1], frame.tensor(np.zeros(2)))
+    after = platform.versions_of(tensors)
+    assert after[0] == before[0]
+    assert after[1] is None or after[1] != before[1]  # None: it does not count
+    if frame.IS_TORCH:
+        assert after[1] is not None

@@ -49,6 +49,7 @@ OURS = {
     "CommunicationError",
     "NotCompilable",
     "OperatorError",
+    "PipelineError",
     "RankError",
     "TrainingError",
 }

@@ -400,7 +400,7 @@ def commands():
 
     from hyper_parallel.cli import checkpoints, main  # noqa: F401
 
-    for name in ("doctor", "ops", "train", "verify", "explain", "schedule"):
+    for name in ("doctor", "ops", "schedule", "train", "verify", "explain"):
         if importlib.util.find_spec(f"hyper_parallel.cli.{name}"):
             importlib.import_module(f"hyper_parallel.cli.{name}")
     return typer.main.get_command(checkpoints.application)

@@ -68,6 +68,7 @@ class Runner:
         self.entered_in: int | None = None  # the last backward that has
         self._promised_in: int | None = None  # the last backward with a gradient to be
         self._use: Use | None = None
+        self._waiting_factor: float | None = None  # of gradients that were taken last
         self._tensors: list[Any] | None = None  # of this use, in the graph
         self._is_recorded = False
         self._in_backward: set[Use] = set()
@@ -316,6 +317,7 @@ class Runner:
         root.enter_backward()
         nothing = [None] * len(unit.managed)
         unit.take_gradients(gradients)
+        self._waiting_factor = use.factor
         use.is_reduced = True
         self._leave_backward(use)
         if not unit.settings.syncs_gradients:
@@ -377,11 +379,11 @@ class Runner:
         unit = self.unit
         root.advance_reductions()
         leaves = [one._local for one in unit.sharded]
-        factor = (
-            self._factor(is_whole_batch=False)
-            if self._use is None
-            else self._use.factor
-        )
+        factor = self._waiting_factor
+        if self._use is not None:
+            factor = self._use.factor
+        elif factor is None:
+            factor = self._factor(is_whole_batch=False)
         with platform.no_grad():
             reductions = unit.start_reduction(factor)
         complete: dict[int, Callable[[Any], None]] = {

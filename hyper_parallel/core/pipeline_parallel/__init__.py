@@ -13,6 +13,7 @@ from hyper_parallel.core.pipeline_parallel.hook_coordinator import HookCoordinat
 from hyper_parallel.core.pipeline_parallel.utils import BatchDimSpec
 
 if TYPE_CHECKING:
+    from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
     from hyper_parallel.core.pipeline_parallel.scheduler import (
         PipelineScheduleRuntime,
         Schedule1F1B,
@@ -39,6 +40,7 @@ __all__ = [
     "HookCoordinator",
     "MetaStep",
     "MetaStepType",
+    "PipelineError",
     "PipelineScheduleRuntime",
     "PipelineStage",
     "Schedule1F1B",
@@ -57,11 +59,15 @@ __all__ = [
     "get_schedule_class",
 ]
 
-_OF_STAGES = ("PipelineStage", "SharedParameterInfo")
+_HOMES = {
+    "PipelineError": "agreement",
+    "PipelineStage": "stage",
+    "SharedParameterInfo": "stage",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "stage" if name in _OF_STAGES else "scheduler"
+    home = _HOMES.get(name, "scheduler")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

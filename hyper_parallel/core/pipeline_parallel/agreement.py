@@ -60,21 +60,22 @@ def _say(failure: Any) -> list[Any]:
 
 def _explain(said: Sequence[Sequence[Any]]) -> PipelineError:
     own = [one for one in said if one[1]] or said
-    rank, _, action, text = own[0]
-    more = ""
+    rank, _, action, reason = own[0]
     if len(own) > 1:
         others = ", ".join(f"rank {one[0]} in {one[2]}" for one in own[1:])
-        more = f" Also failed: {others}."
+        reason = f"{reason}. Also failed: {others}"
     return coded(
         PipelineError,
         "HP484",
-        f"pipeline: rank {rank} failed in {action}: {text}.{more} No rank has finished the step; the schedule can be "
+        f"pipeline: rank {rank} failed in {action}: {reason}. No rank has finished the step; the schedule can be "
         "used again",
     )
 
 
-def describe_action(step: MetaStep) -> str:
+def describe_action(step: MetaStep | None) -> str:
     """An action in words: ``1F3 (stage 1, forward of micro batch 3)``."""
+    if step is None:
+        return "what it was given"
     parts = computations(step)
     words = [
         f"stage {part.stage_index}, {_KINDS[str(part.type.value)]} of micro batch {part.micro_index}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between stages: one tensor of bytes each, with a header that says whether the sender has failed.
 
-    mailbox.send(message, outputs)          starts
-    mailbox.post(message)                   starts to receive
-    tree = mailbox.receive(message)         waits
+    mailbox.send_parcel(message, parcel, parcel.tensors)    starts
+    mailbox.post(message)                                   starts to receive
+    received = mailbox.receive(message)                     waits
 
 What the first message of a boundary describes holds for all that follow, so later ones carry only a header and the
 tensors. With ``dynamic`` shapes every message describes itself. A rank that has failed sends headers that say so in
@@ -16,14 +16,13 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.pipeline_parallel.action import Message
 from hyper_parallel.core.pipeline_parallel.wire import (
     Parcel,
     Spec,
-    describe,
     rebuild,
     shard_of,
 )
@@ -81,19 +80,13 @@ class Mailbox:
     def end_step(self) -> None:
         """Waits for what was sent; what the step has described holds from now on."""
         self.wait_for_sends()
-        if not self._dynamic:
-            self._known.update(self._new)
+        self._known.update(self._new)
         self._new = {}
 
     def forget_step(self) -> None:
         """Forgets what a failed step has described."""
         self._new = {}
         self._posted = {}
-
-    def forget_all(self) -> None:
-        """Forgets what all steps have described."""
-        self.forget_step()
-        self._known = {}
 
     def wait_for_sends(self) -> None:
         """Waits until everything that was sent has left."""
@@ -106,11 +99,6 @@ class Mailbox:
         self._sends = [one for one in self._sends if not one[0].is_completed()]
 
     # --- sending
-
-    def send(self, message: Message, tree: Any) -> None:
-        """Starts to send a structure."""
-        parcel = describe(tree)
-        self.send_parcel(message, parcel, parcel.tensors)
 
     def send_parcel(
         self, message: Message, parcel: Parcel | Known, tensors: Sequence[Any]
@@ -125,13 +113,12 @@ class Mailbox:
         mask = sum(1 << place for place, one in enumerate(tensors) if one is None)
         present = [shard_of(one) for one in tensors if one is not None]
         known = self._known.get(_boundary(message))
+        if not self._fits_earlier(message, parcel):
+            self.fail(message, _CHANGED)
+            raise self._explain_change(message, parcel)
         if known is None:
-            self._new[_boundary(message)] = Known(parcel.text, parcel.specs)
             self._send_described(message, parcel, mask, present)
             return
-        if (parcel.text, parcel.specs) != tuple(known):
-            self.fail(message, _CHANGED)
-            raise _explain_change(message, known, parcel)
         if mask:  # as many bytes as all of them
             present = [
                 _zeros_like(spec) if one is None else shard_of(one)
@@ -148,13 +135,27 @@ class Mailbox:
         self._start(message, platform.pack_bytes(header, []))
         self._start(message, body)
 
+    def _fits_earlier(self, message: Message, parcel: Parcel | Known) -> bool:
+        """Whether a message is like the first one of its boundary, which it may be itself."""
+        if self._dynamic:
+            return True
+        boundary = _boundary(message)
+        given = Known(parcel.text, parcel.specs)
+        known = self._known.get(boundary)
+        if known is None:
+            known = self._new.setdefault(boundary, given)
+        return given == known
+
+    def _explain_change(self, message: Message, parcel: Parcel | Known) -> Exception:
+        boundary = _boundary(message)
+        known = self._known.get(boundary) or self._new[boundary]
+        return _explain_change(message, known, parcel)
+
     def fail(self, message: Message, status: int = _FAILED) -> None:
         """Tells the other side that what it waits for does not come."""
         known = self._known.get(_boundary(message))
-        packed = _new_bytes(_HEADER.size if known is None else known.nbytes)
-        header = platform.pack_bytes(_pack(status), [])
-        platform.copy_into(packed[: _HEADER.size], header[: _HEADER.size])
-        self._start(message, packed)
+        filling = [] if known is None else [_new_bytes(known.nbytes - _HEADER.size)]
+        self._start(message, platform.pack_bytes(_pack(status), filling))
 
     def _start(self, message: Message, packed: Any) -> None:
         target = self._rank_of(message.target, message.micro)
@@ -179,6 +180,12 @@ class Mailbox:
 
     def receive(self, message: Message) -> Received:
         """Waits for a message that was posted; raises if its sender has failed."""
+        received = self._finish(message)
+        if not self._fits_earlier(message, received.known):
+            raise self._explain_change(message, received.known)
+        return received
+
+    def _finish(self, message: Message) -> Received:
         handle, buffer = self._posted.pop(message)
         handle.wait()
         status, mask, length, described = _unpack(buffer)
@@ -190,20 +197,22 @@ class Mailbox:
             buffer = _new_bytes(length)
             self._receive_into(message, buffer).wait()
             known, start = decode(buffer, described), described
-            self._new[_boundary(message)] = known
             return Received(
                 known, _take(buffer, start, known.specs, mask, packed=False)
             )
         return Received(known, _take(buffer, start, known.specs, mask, packed=True))
 
-    def discard_posted(self, note: Callable[[Message, Known], None]) -> None:
-        """Waits for messages that nobody needs any more; what they describe is noted."""
+    def discard(self, message: Message) -> Known | None:
+        """Waits for a message that nobody needs any more; returns its description, None if its sender has failed."""
+        try:
+            return self._finish(message).known
+        except PeerFailedError:
+            return None
+
+    def discard_posted(self) -> None:
+        """Waits for all messages that nobody needs any more."""
         for message in list(self._posted):
-            try:
-                received = self.receive(message)
-            except PeerFailedError:
-                continue
-            note(message, received.known)
+            self.discard(message)
 
 
 def _take(

@@ -8,7 +8,8 @@ join(outputs, 0)                                                    one tensor a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.pipeline_parallel.utils import WHOLE, find_batch_dim
@@ -66,12 +67,20 @@ class Divider:
             return tensor
 
         platform.apply_to_tensors(cut, value)
+        if not pieces[0]:
+            return [value] * self._count
         return [_refill(value, piece) for piece in pieces]
 
     def _cut(self, tensor: Any, dim: int, name: str) -> list[Any]:
         shape = tuple(int(size) for size in tensor.shape)
         if not shape:
             return [tensor] * self._count
+        if not -len(shape) <= dim < len(shape):
+            raise coded(
+                ValueError,
+                "HP480",
+                f"pipeline: {name} of shape {list(shape)} has no dim {dim} to divide",
+            )
         size = shape[dim]
         step = -(-size // self._count)
         has_pieces = size > step * (self._count - 1)
@@ -92,17 +101,33 @@ def _refill(tree: Any, tensors: Sequence[Any]) -> Any:
     return platform.apply_to_tensors(lambda _: next(following), tree)
 
 
-def join(
-    outputs: Sequence[Any], spec: Any, join_scalars: Callable[[Any], Any] | None = None
-) -> Any:
-    """The outputs of all micro batches as one structure; numbers are averaged unless another function is given."""
-    dim = find_batch_dim(spec)
+def join(outputs: Sequence[Any], spec: Any) -> Any:
+    """The outputs of all micro batches as one structure; tensors without dims are averaged.
+
+    ``spec``: a dim in any form, a function of the list, torch's reducer, or a tuple or dict of them like the outputs.
+    """
+    if isinstance(spec, (tuple, list)):
+        columns = zip(*outputs, strict=True)
+        pairs = zip(columns, spec, strict=True)
+        return type(outputs[0])(join(column, one) for column, one in pairs)
+    if isinstance(spec, Mapping):
+        return {
+            name: join([output[name] for output in outputs], spec.get(name))
+            for name in outputs[0]
+        }
+    if hasattr(spec, "reduce_fn"):  # torch's, which begins with a value
+        return functools.reduce(spec.reduce_fn, outputs, spec.init_value)
+    if callable(spec):
+        return spec(list(outputs))
+    return _join_at(outputs, find_batch_dim(spec))
+
+
+def _join_at(outputs: Sequence[Any], dim: int) -> Any:
     if dim == WHOLE:
         return list(outputs)
-    average = join_scalars or _average
     columns = zip(*(tensors_of(output) for output in outputs), strict=True)
     joined = [
-        platform.cat(column, dim) if len(column[0].shape) else average(column)
+        platform.cat(column, dim) if len(column[0].shape) else _average(column)
         for column in columns
     ]
     return _refill(outputs[0], joined)

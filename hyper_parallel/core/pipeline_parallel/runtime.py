@@ -45,6 +45,8 @@ from hyper_parallel.core.pipeline_parallel.wire import (
     shard_of,
 )
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import code_of
+from hyper_parallel.platform.errors import CommunicationError
 
 platform = get_platform()
 
@@ -69,6 +71,7 @@ class Step:
     keeps_outputs: bool = True
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
+    error: Exception | None = None  # of what was given, which all ranks are told
 
 
 class Runtime:
@@ -144,22 +147,31 @@ class Runtime:
         failed = agree_on_failures(failure, self._group, self._ranks)
         if failed is not None:
             self._reset()
+            if step.error is not None:
+                raise step.error
             raise failed from (None if failure is None else failure.error)
         self._mailbox.end_step()
         self._clear()
         return step
 
     def _grad_mode(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._step.is_trained else platform.no_grad()
+        return platform.tape() if self._step.is_trained else platform.no_grad()
 
     def _run_order(self, order: Sequence[MetaStep]) -> Failure | None:
         """Runs actions until one fails; then only exchanges messages."""
+        if self._step.error is not None:
+            failure = Failure(None, self._step.error)
+            self._drain(order, failure)
+            return failure
         for index, step in enumerate(order):
             try:
                 self._run_action(step)
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
                 failure = Failure(step, error)
-                self._drain(order[index:], failure)
+                try:
+                    self._drain(order[index:], failure)
+                except CommunicationError:  # a rank has ended: nobody can be told
+                    raise error from error.__cause__
                 return failure
             self.trace.append(step)
         return None
@@ -177,21 +189,27 @@ class Runtime:
 
     def _drain(self, rest: Sequence[MetaStep], failure: Failure) -> None:
         """Goes through the rest of an order after a failure."""
-        was_sent = failure.step.type in SENDS and failure.has_been_sent
-        for step in rest[1:] if was_sent else rest:
-            if step.type not in MESSAGES or self._is_skipped(step):
-                continue
-            message = message_of(step)
-            if step.type in SENDS:
-                self._mailbox.fail(message)
-            elif not self._mailbox.is_posted(message):
-                self._mailbox.post(message)
-        self._mailbox.discard_posted(self._note_description)
+        for step in rest[1:] if failure.has_been_sent else rest:
+            if step.type in MESSAGES:
+                self._drain_message(step)
+        self._mailbox.discard_posted()
         self._mailbox.wait_for_sends()
 
-    def _note_description(self, message: Message, known: Known) -> None:
-        if message.is_forward:
-            self._sent[message] = known
+    def _drain_message(self, step: MetaStep) -> None:
+        message = message_of(step)
+        if not message.is_forward and step.type in SENDS:
+            # Whether the other side waits for gradients is known from what it has sent.
+            forward = Message(True, message.target, message.source, message.micro)
+            if self._mailbox.is_posted(forward):
+                known = self._mailbox.discard(forward)
+                if known is not None:
+                    self._sent[forward] = known
+        if self._is_skipped(step) or self._mailbox.is_posted(message):
+            return
+        if step.type in SENDS:
+            self._mailbox.fail(message)
+        else:
+            self._mailbox.post(message)
 
     def _reset(self) -> None:
         self._mailbox.forget_step()
@@ -213,11 +231,12 @@ class Runtime:
             )
             if stage.is_last_stage:
                 self._finish_output(stage, micro, output)
-        self._outputs[number, micro] = output
         for message in self.schedule.hand_overs(step):
             source, target = self.schedule.ends_of(message)
             if source == target:
                 self._hand_over(message, output)
+            else:
+                self._outputs[number, micro] = output
 
     def _collect_inputs(self, number: int, micro: int) -> tuple[Any, ...]:
         if not self.schedule.sources[number]:
@@ -269,12 +288,11 @@ class Runtime:
             step.outputs[micro] = platform.apply_to_tensors(platform.detach, output)
         if step.loss_of is None:
             return
-        with platform.tape() if step.is_trained else nullcontext():
-            loss = step.loss_of(output, micro)
-            step.losses[micro] = platform.detach(loss)
-            if step.is_trained:
-                scaled = loss if step.loss_scale == 1 else loss * step.loss_scale
-                stage.passes[micro].loss = scaled
+        loss = step.loss_of(output, micro)
+        step.losses[micro] = platform.detach(loss)
+        if step.is_trained:
+            scaled = loss if step.loss_scale == 1 else loss * step.loss_scale
+            stage.passes[micro].loss = scaled
 
     def _seeded(self, number: int, micro: int) -> AbstractContextManager[Any]:
         seed_of = self._step.seed_of
@@ -288,8 +306,8 @@ class Runtime:
         message = message_of(step)
         key = message.source, message.micro
         parcel = describe(self._outputs[key])
-        self._sent[message] = Known(parcel.text, parcel.specs)
         self._mailbox.send_parcel(message, parcel, parcel.tensors)
+        self._sent[message] = Known(parcel.text, parcel.specs)
         if all(
             Message(True, key[0], target, key[1]) in self._sent
             for target in self.schedule.targets[key[0]]
@@ -402,14 +420,15 @@ class Runtime:
 
 
 class Failure:
-    """What an action of this rank has raised; ``error`` is None on ranks that only wait for one that has failed."""
+    """What an action of this rank has raised; ``step`` is None if that was before all actions."""
 
-    def __init__(self, step: MetaStep, error: Exception) -> None:
+    def __init__(self, step: MetaStep | None, error: Exception) -> None:
         self.step = step
         self.error = error
         self.is_own = not isinstance(error, PeerFailedError)
         # A change of shapes is told to the other side in place of the message.
-        self.has_been_sent = getattr(error, "code", None) == "HP482"
+        is_send = step is not None and step.type in SENDS
+        self.has_been_sent = is_send and code_of(error) == "HP482"
         self.text = "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -10,7 +10,8 @@ output = schedule.eval(x)                 forward only
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hyper_parallel.core.pipeline_parallel.action import (
@@ -81,8 +82,9 @@ class PipelineScheduleRuntime:
     ``args_batch_dim``, ``kwargs_batch_dim``: at which dims, as ints or ``BatchDimSpec``; a third positional argument
     that can be called is the loss function, as in torch. ``output_concat_dim``: ``run`` joins outputs there.
     ``loss_fn(output, target, **loss_kwargs)``; with ``scale_grads`` gradients of ``step`` are those of the mean of all
-    losses, else of their sum. ``overlap_p2p`` is always on: receives are posted before they are needed. ``schedule``:
-    the name of a schedule, a ``Schedule``, or the path of a CSV file; classes below have theirs.
+    losses, else of their sum. ``output_merge_spec``: how ``step`` joins outputs. ``overlap_p2p`` is always on:
+    receives are posted before they are needed. ``schedule``: the name of a schedule, a ``Schedule``, or the path of a
+    CSV file; classes below have theirs.
     """
 
     schedule_name = "1F1B"
@@ -110,10 +112,10 @@ class PipelineScheduleRuntime:
         count = micro_batch_num if micro_batch_num is not None else n_microbatches
         self.micro_batch_num = _check_count(count)
         self.overlap_p2p = overlap_p2p
-        self._args_dims = args_batch_dim if args_chunk_spec is None else args_chunk_spec
-        self._kwargs_dims = (
-            kwargs_batch_dim if kwargs_chunk_spec is None else kwargs_chunk_spec
-        )
+        given = args_batch_dim if args_chunk_spec is None else args_chunk_spec
+        self._args_dims = _check_dims("args_batch_dim", given, (list, tuple))
+        given = kwargs_batch_dim if kwargs_chunk_spec is None else kwargs_chunk_spec
+        self._kwargs_dims = _check_dims("kwargs_batch_dim", given, (dict,))
         self._concat_dim, self._merge_spec = output_concat_dim, output_merge_spec
         self._loss_fn, self._scale_grads = loss_fn, scale_grads
         self._keeps_whole = keep_parameters_whole
@@ -175,9 +177,11 @@ class PipelineScheduleRuntime:
         Positional arguments enter at the first stage; every rank passes the keyword arguments of its own stages.
         Returns the last stage's outputs, one per micro batch, and an empty list on other ranks.
         """
-        arg_mbs, kwarg_mbs = self.split_microbatches(args, kwargs)
-        outputs: list[Any] = []
-        self.run_microbatches(arg_mbs, kwarg_mbs, outputs)
+        _refuse_without_recording("run", self._pipeline)
+        step = Step((), (), is_trained=self._pipeline.has_backward)
+        with _telling(step):
+            step.args, step.kwargs = self.split_microbatches(args, kwargs)
+        outputs = _in_order(self._run(step).outputs)
         if self._concat_dim is not None and outputs:
             return join(outputs, self._concat_dim)
         return outputs
@@ -189,8 +193,9 @@ class PipelineScheduleRuntime:
         losses: list[Any],
     ) -> None:
         """Runs a step on arguments that are divided already; ``losses`` gets the last stage's outputs."""
-        done = self._run(Step(arg_mbs, kwarg_mbs))
-        losses[:] = [done.outputs[micro] for micro in sorted(done.outputs)]
+        _refuse_without_recording("run_microbatches", self._pipeline)
+        step = Step(arg_mbs, kwarg_mbs, is_trained=self._pipeline.has_backward)
+        losses[:] = _in_order(self._run(step).outputs)
 
     def step(
         self,
@@ -206,15 +211,10 @@ class PipelineScheduleRuntime:
         ``target`` is given on the rank of the last stage, and divided at dim 0. ``losses`` gets the losses of all micro
         batches there.
         """
-        if platform.is_recording_disabled():
-            raise coded(
-                RuntimeError,
-                "HP485",
-                "pipeline: step() within no_grad() would train nothing; use eval()",
-            )
-        is_trained = self._loss_fn is not None
-        if not is_trained:
+        _refuse_without_recording("step", self._pipeline)
+        if self._loss_fn is None and self._pipeline.has_backward:
             self._warn_without_loss()
+        is_trained = self._loss_fn is not None and self._pipeline.has_backward
         done = self._run_batch(
             args, kwargs, target, loss_kwargs, is_trained, return_outputs
         )
@@ -254,12 +254,11 @@ class PipelineScheduleRuntime:
         is_trained: bool,
         keeps_outputs: bool,
     ) -> Step:
-        arg_mbs, kwarg_mbs = self.split_microbatches(args, kwargs)
-        step = Step(
-            arg_mbs, kwarg_mbs, is_trained=is_trained, keeps_outputs=keeps_outputs
-        )
-        if self._loss_fn is not None and self._pipeline.has_last_stage:
-            step.loss_of = self._make_loss(target, loss_kwargs or {}, is_trained)
+        step = Step((), (), is_trained=is_trained, keeps_outputs=keeps_outputs)
+        with _telling(step):
+            step.args, step.kwargs = self.split_microbatches(args, kwargs)
+            if self._loss_fn is not None and self._pipeline.has_last_stage:
+                step.loss_of = self._make_loss(target, loss_kwargs or {}, is_trained)
         if self._scale_grads:
             step.loss_scale = 1 / self.micro_batch_num
         return self._run(step)
@@ -284,11 +283,10 @@ class PipelineScheduleRuntime:
         self, done: Step, losses: list[Any] | None, return_outputs: bool
     ) -> Any:
         if losses is not None and self._pipeline.has_last_stage:
-            losses[:] = [done.losses[micro] for micro in sorted(done.losses)]
+            losses[:] = _in_order(done.losses)
         if not return_outputs or not done.outputs:
             return None
-        outputs = [done.outputs[micro] for micro in sorted(done.outputs)]
-        return join(outputs, self._merge_spec)
+        return join(_in_order(done.outputs), self._merge_spec)
 
     def _run(self, step: Step) -> Step:
         self._steps += 1
@@ -297,14 +295,11 @@ class PipelineScheduleRuntime:
         if not step.is_trained:
             return self._runtime.run(step, self._forward_order)
         self._runtime.prepare_sharded(keeps_whole=self._keeps_whole)
-        self._shared.begin()
-        done = self._runtime.run(step)
-        self._shared.finish()
-        return done
+        with self._shared.summed():
+            return self._runtime.run(step)
 
     def sync_shared_parameters_grad(self) -> None:
-        """Adds up the gradients of parameters that several stages have; every step does it."""
-        self._shared.finish()
+        """Does nothing: every step adds up the gradients of parameters that several stages have."""
 
     def register_custom_function(
         self, step_type: StepType, function: Callable[[MetaStep, Any], None]
@@ -324,6 +319,37 @@ class PipelineScheduleRuntime:
                 "the loss",
                 stacklevel=3,
             )
+
+
+@contextmanager
+def _telling(step: Step) -> Iterator[None]:
+    """Keeps an error for the runtime, which tells it to all ranks."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the runtime raises it
+        step.error = error
+
+
+def _refuse_without_recording(method: str, pipeline: Pipeline) -> None:
+    if pipeline.has_backward and platform.is_recording_disabled():
+        raise coded(
+            RuntimeError,
+            "HP485",
+            f"pipeline: {method}() within no_grad() would train nothing; use eval()",
+        )
+
+
+def _in_order(by_micro: Mapping[int, Any]) -> list[Any]:
+    return [by_micro[micro] for micro in sorted(by_micro)]
+
+
+def _check_dims(name: str, given: Any, kinds: tuple[type, ...]) -> Any:
+    if given is None or isinstance(given, kinds):
+        return given
+    words = " or ".join(kind.__name__ for kind in kinds)
+    raise coded(
+        TypeError, "HP480", f"pipeline: {name} must be a {words}, got {given!r}"
+    )
 
 
 def _check_count(count: Any) -> int:

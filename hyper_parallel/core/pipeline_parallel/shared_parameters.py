@@ -2,13 +2,14 @@
 """Parameters that several stages have, such as tied embeddings: equal from the start, with the sum of all gradients.
 
 shared = SharedParameters(pipeline, stages)
-shared.begin()                before the first backward of a step
-shared.finish()               after the last one
+with shared.summed():
+    run_step()
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.pipeline_parallel.pipeline import Pipeline
@@ -36,25 +37,24 @@ class SharedParameters:
             *_find_copies(pipeline, stages),
         ]
         self._groups = [_create_group(shared) for shared in self._all]
-        self._before: list[list[Any]] = []
+        own = (parameter for shared in self._all for parameter in shared.own)
+        self._own = list({id(parameter): parameter for parameter in own}.values())
         with platform.no_grad():
             for shared, group in zip(self._all, self._groups, strict=True):
                 _make_equal(shared, group)
 
-    def begin(self) -> None:
-        """Sets gradients of earlier steps aside, which have been added up."""
-        self._before = [list(map(_take_gradient, shared.own)) for shared in self._all]
-
-    def finish(self) -> None:
-        """Gives each parameter the sum of the gradients of all stages."""
-        before, self._before = self._before, []
-        with platform.no_grad():
-            for shared, group, earlier in zip(
-                self._all, self._groups, before, strict=bool(before)
-            ):
-                total = _sum_gradients(shared, group)
-                for parameter, kept in zip(shared.own, earlier, strict=True):
-                    _put_gradient(parameter, total if kept is None else total + kept)
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """A step: at its end each parameter has the sum of the gradients of all stages, and what it had before."""
+        before = list(map(_take_gradient, self._own))
+        try:
+            yield
+            for shared, group in zip(self._all, self._groups, strict=True):
+                _share_sum(shared, group)
+        finally:
+            for parameter, gradient in zip(self._own, before, strict=True):
+                if gradient is not None:
+                    platform.accumulate_gradient(shard_of(parameter), gradient)
 
 
 def _find_declared(
@@ -122,16 +122,16 @@ def _take_gradient(parameter: Any) -> Any:
     return gradient
 
 
-def _put_gradient(parameter: Any, gradient: Any) -> None:
-    shard = shard_of(parameter)
-    platform.forget_gradient(shard)
-    platform.accumulate_gradient(shard, platform.clone(gradient))
-
-
-def _sum_gradients(shared: _Shared, group: Any) -> Any:
-    distinct = {id(one): shard_of(one) for one in shared.own}.values()
-    total = platform.full_like(next(iter(distinct)), 0)
-    for shard in distinct:
-        gradient = platform.gradient_of(shard)
-        total = total if gradient is None else total + gradient
-    return total if group is None else platform.all_reduce(total, group)
+def _share_sum(shared: _Shared, group: Any) -> None:
+    """Gives a parameter, in all stages, the sum of the gradients of all of them."""
+    shards = list({id(one): shard_of(one) for one in shared.own}.values())
+    with platform.no_grad():
+        total = platform.full_like(shards[0], 0)
+        for shard in shards:
+            gradient = platform.gradient_of(shard)
+            total = total if gradient is None else total + gradient
+        if group is not None:
+            total = platform.all_reduce(total, group)
+        for shard in filter(platform.requires_grad, shards):
+            platform.forget_gradient(shard)
+            platform.accumulate_gradient(shard, platform.clone(total))

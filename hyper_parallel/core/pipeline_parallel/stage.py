@@ -66,15 +66,19 @@ class PipelineStage:
         _check_index(stage_index, stage_num)
         self.submodule, self.device, self.group = submodule, device, group
         self.stage_index, self.stage_num = stage_index, stage_num
-        self.src_stage = _to_stages("src_stage", src_stage, range(stage_index - 1))
+        self.src_stage = _to_stages(
+            "src_stage", src_stage, range(stage_index), neighbour=stage_index - 1
+        )
         self.dst_stage = _to_stages(
-            "dst_stage", dst_stage, range(stage_index + 2, stage_num)
+            "dst_stage",
+            dst_stage,
+            range(stage_index + 1, stage_num),
+            neighbour=stage_index + 1,
         )
         self.dyn_shape, self.has_backward = dyn_shape, has_backward
         self.shared_parameters = list(shared_parameters or ())
         self.mesh = mesh if mesh is not None else _find_mesh(submodule)
         self.passes: dict[int, Pass] = {}
-        self._sync_shared: Callable[[], None] | None = None
 
     @property
     def is_first_stage(self) -> bool:
@@ -102,7 +106,9 @@ class PipelineStage:
             return self.submodule(*args, **kwargs)
         with platform.tape():
             output = self.submodule(*args, **kwargs)
-        self.passes[micro_index] = Pass(list(tensors_of(args)), output)
+        # What the first stage is given belongs to the caller, and gets its gradients in backward as anywhere else.
+        inputs = [] if self.is_first_stage else tensors_of(args)
+        self.passes[micro_index] = Pass(inputs, output)
         return output
 
     def backward_one_chunk(
@@ -148,13 +154,7 @@ class PipelineStage:
         self.passes.clear()
 
     def sync_shared_parameters_grad(self) -> None:
-        """Adds up the gradients of parameters that other stages have too; a schedule does it after each step."""
-        if self._sync_shared is not None:
-            self._sync_shared()
-
-    def connect_shared(self, sync: Callable[[], None]) -> None:
-        """Says how the gradients of shared parameters are added up."""
-        self._sync_shared = sync
+        """Does nothing: every step of a schedule adds up the gradients of parameters that other stages have too."""
 
 
 def _gradients_of(inputs: Iterable[Any]) -> list[Any]:
@@ -187,16 +187,14 @@ def _check_index(stage_index: int, stage_num: int) -> None:
 
 
 def _to_stages(
-    name: str, given: int | Sequence[int] | None, allowed: range
+    name: str, given: int | Sequence[int] | None, allowed: range, neighbour: int
 ) -> tuple[int, ...]:
+    """The stages beyond the neighbour, which may be named as well."""
     stages = (given,) if isinstance(given, int) else tuple(given or ())
-    beyond = [stage for stage in stages if stage not in allowed]
-    neighbour = {allowed.stop, allowed.start - 1}
-    stages = tuple(sorted(set(stages) - neighbour))
-    if set(beyond) - neighbour:
+    if not set(stages) <= set(allowed):
         raise coded(
             ValueError,
             "HP483",
-            f"PipelineStage: {name} must name stages of {list(allowed)} or the neighbour, got {given!r}",
+            f"PipelineStage: {name} must name stages of {list(allowed)}, got {given!r}",
         )
-    return stages
+    return tuple(sorted(set(stages) - {neighbour}))

@@ -39,8 +39,8 @@ _LOOK_SECONDS = 0.25  # between looks whether another process has ended
 class _Memory:
     """The memory of a group's rows: its channel, None if the ranks share nothing, and buffers that wait for use."""
 
-    def __init__(self, channel: Channel | None) -> None:
-        self.channel = channel
+    def __init__(self, channel: Channel | None, timeout: timedelta) -> None:
+        self.channel, self.timeout = channel, timeout
         self.buffers: dict[Any, list[BufferRows]] = defaultdict(list)
 
 
@@ -65,7 +65,7 @@ def is_agreed(group: dist.ProcessGroup) -> bool:
 
 def agree(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Has the ranks of the group agree whether they share memory."""
-    _memory[group] = _Memory(_connect(group, device, timeout))
+    _memory[group] = _Memory(_connect(group, device, timeout), timeout)
 
 
 def take_rows(
@@ -79,7 +79,8 @@ def take_rows(
     """Rows of a collective of the group, whose ranks have agreed."""
     memory = _memory[group]
     if memory.channel is not None:
-        return SharedRows(memory.channel, length, dtype, is_outgoing)
+        channel, timeout = memory.channel, memory.timeout
+        return SharedRows(channel, length, dtype, timeout, is_outgoing=is_outgoing)
     free = memory.buffers[length, dtype, is_outgoing]
     if free:
         return free.pop()
@@ -98,9 +99,11 @@ class SharedRows(Rows):
         channel: Channel,
         length: int,
         dtype: torch.dtype,
+        timeout: timedelta,
+        *,
         is_outgoing: bool,
     ) -> None:
-        self._channel = channel
+        self._channel, self._timeout = channel, timeout
         self._dtype, self._is_outgoing = dtype, is_outgoing
         self._shape = (channel.ranks, length) if is_outgoing else (1, length)
         nbytes = math.prod(self._shape) * dtype.itemsize
@@ -117,7 +120,7 @@ class SharedRows(Rows):
     def start(self) -> SharedWork:
         """Shows the other ranks what this one has written; returns what to wait for."""
         self._number = self._channel.publish(self._slot)
-        return SharedWork(self._channel, self._number)
+        return SharedWork(self._channel, self._number, self._timeout)
 
     def read(self) -> list[torch.Tensor]:
         index, channel = self._channel.index, self._channel
@@ -152,19 +155,27 @@ class SharedRows(Rows):
 class SharedWork:
     """A message of every rank, awaited; like torch's own works."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = channel, number
+    def __init__(self, channel: Channel, number: int, timeout: timedelta) -> None:
+        self._channel, self._number, self._timeout = channel, number, timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
 
     def is_completed(self) -> bool:
-        """Whether every rank has published its message."""
+        """Whether every rank has published its message, or ``wait`` would raise that it has not."""
+        if self._has_arrived():
+            return True
+        return time.monotonic() > self._deadline or bool(self._ended())
+
+    def _has_arrived(self) -> bool:
         return not self._channel.missing(self._number)
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Returns when every rank has published its message; a RuntimeError after the timeout or if one has ended."""
+        timeout = self._timeout if timeout is None else timeout
         looks, nap = 0, _SHORTEST_NAP
         start = time.monotonic()
-        deadline, next_look = start + timeout.total_seconds(), start + _LOOK_SECONDS
-        while not self.is_completed():
+        deadline = min(start + timeout.total_seconds(), self._deadline)
+        next_look = start + _LOOK_SECONDS
+        while not self._has_arrived():
             looks += 1
             if looks <= _YIELDS:
                 os.sched_yield()
@@ -178,8 +189,11 @@ class SharedWork:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 
+    def _ended(self) -> set[int]:
+        return set(self._channel.ended()) & set(self._channel.missing(self._number))
+
     def _check_alive(self) -> None:
-        ended = set(self._channel.ended()) & set(self._channel.missing(self._number))
+        ended = self._ended()
         if ended:
             raise RuntimeError(
                 f"shared memory: the processes of ranks {sorted(ended)} of the group have ended"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import GraphExecGroup
 
 Node = Any
 
@@ -42,8 +43,10 @@ def backward_inputs(
             hook.remove()
 
     def backward_parameters() -> None:
-        for node, leaves in meetings.items():
-            _run_towards(node, captured.get(node), leaves)
+        # A checkpoint is recomputed once for all operators: no two of them need the same saved tensor.
+        with GraphExecGroup():
+            for node, leaves in meetings.items():
+                _run_towards(node, captured.pop(node, None), leaves)
 
     return backward_parameters
 

@@ -250,7 +250,9 @@ class Tensors(Platform):
         sizes = [one.nbytes for one in tensors]
         total = sum(map(round_up, (len(header), *sizes)))
         packed = torch.empty(total, dtype=torch.uint8, device=self.device())
-        packed[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        if header:
+            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            packed[: len(header)] = data
         targets = self.unpack_bytes(packed, len(header), specs)
         self.copy_all(targets, [one.detach() for one in tensors])
         return packed
