@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hyper_parallel.platform.contract.memory import round_up
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import OpName, Platform
-from hyper_parallel.platform.torch import operators, ties
+from hyper_parallel.platform.torch import operators
 from hyper_parallel.platform.torch.deferred_init import deferred_copy
 from hyper_parallel.platform.transform import chunk_span
 
@@ -429,6 +429,9 @@ class Tensors(Platform):
         return sdpa_kernel(SDPBackend.MATH)
 
     def keep_in_graph(self, result: Any, operands: Sequence[Any]) -> Any:
+        # Only empty shards need it, and importing the platform is to stay light.
+        from hyper_parallel.platform.torch import ties
+
         return ties.keep_in_graph(
             result,
             [x for x in operands if self.is_recorded(x) and x.is_floating_point()],
