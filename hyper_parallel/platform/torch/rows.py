@@ -213,16 +213,21 @@ def _connect(
     channel = _make_channel(group)
     offer = None if channel is None else list(channel.address(_find_namespaces()))
     offers = exchange("offers", offer)
-    is_possible = all(one is not None for one in offers)
-    if is_possible and len({host for host, *_ in offers}) > 1:
-        is_possible = False
-    if is_possible and channel is not None:
-        try:
-            channel.connect([Address(*one) for one in offers])
-        except OSError:
-            is_possible = False
-    answers = exchange("answers", is_possible)
+    answers = exchange("answers", _open_all(channel, offers))
     return channel if all(answers) else None
+
+
+def _open_all(channel: Channel | None, offers: list[Any]) -> bool:
+    """Whether all ranks offer their memory on one host, and this one can open it."""
+    if channel is None or None in offers:
+        return False
+    if len({host for host, *_ in offers}) > 1:
+        return False
+    try:
+        channel.connect([Address(*one) for one in offers])
+    except OSError:
+        return False
+    return True
 
 
 def _make_channel(group: dist.ProcessGroup) -> Channel | None:
