@@ -27,6 +27,7 @@ PARTS = (
     "memory",
     "native",
     "activations",
+    "attention",
     "external",
 )
 BACKENDS = {

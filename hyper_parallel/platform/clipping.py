@@ -8,7 +8,7 @@ exchange one number each, and what is the same on all ranks is counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel.platform.error_codes import coded
@@ -34,16 +34,27 @@ def clip_grad_norm(
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
+    *,
+    is_counted: Callable[[Any], bool] = lambda _: True,
+    combine: Callable[[Any], Any] = lambda norm: norm,
 ) -> Any:
-    """Scales gradients down to ``max_norm`` in place and returns the total norm before scaling."""
+    """Scales gradients down to ``max_norm`` in place and returns the total norm before scaling.
+
+    ``is_counted``: whether a parameter adds to the norm; its gradient is scaled in any case. ``combine``: the norm of
+    everything from that of these parameters, which a model divided between ranks has only a part of.
+    """
     max_norm, norm_type = _check_norms(float(max_norm), float(norm_type))
     shared: dict[tuple[int, ...], list[Held]] = {}
     for held in _all_held(platform, parameters):
         # A parameter without a gradient takes part as well: another rank may have one for its shard.
         if held.grad is not None or platform.requires_grad(held.param):
             shared.setdefault(held.ranks, []).append(held)
+    counted = {
+        ranks: [held for held in pieces if is_counted(held.param)]
+        for ranks, pieces in shared.items()
+    }
     with platform.no_grad():
-        total = _total_norm(platform, shared, norm_type, foreach)
+        total = combine(_total_norm(platform, counted, norm_type, foreach))
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise coded(
                 RuntimeError,
@@ -83,6 +94,7 @@ def _total_norm(
             _grads(pieces), [held.param for held in pieces], norm_type, foreach
         )
         for ranks, pieces in shared.items()
+        if pieces
     }
     # Sorted by ranks, so that groups with common members never wait for each other.
     for ranks in sorted(ranks for ranks in norms if ranks):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from hyper_parallel.platform.checks import REDUCE_OPS
 from hyper_parallel.platform.contract import PlatformType
 from hyper_parallel.platform.contract.activations import Activations, CheckpointPolicy
+from hyper_parallel.platform.contract.attention import Attention
 from hyper_parallel.platform.contract.autograd import Autograd
 from hyper_parallel.platform.contract.collectives import (
     HYPER_PARALLEL_CHECK,
@@ -70,6 +71,7 @@ class Platform(
     Memory,
     Native,
     Activations,
+    Attention,
     External,
     Tensors,
 ):

@@ -10,9 +10,8 @@
     slot = channel.slot_of(rank, number)
     channel.mark_read(number)
 
-A rank keeps its control words in a file of its own: what it has published, and what it has read. Every word has one
-writer. The files have no names: a rank opens those of another through its process, and they go with the last of
-them, however a process ends.
+A rank keeps its control words in a file of its own: what it has published, and what it has read. The files have no
+names: a rank opens those of another through its process, and they go with the last of them, however a process ends.
 """
 
 from __future__ import annotations
@@ -64,16 +63,83 @@ class Slot:
         return Slot(descriptor, nbytes)
 
 
-class _Control:
-    """A rank's words: how many messages it has published, the recent ones, and which of each rank it has read."""
+class Peers:
+    """The ranks of a group on one host: the words that each of them writes, and whether its process has ended.
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.words = memoryview(slot.memory).cast("q")
+    ``index`` is this process's rank in the group. Every word has one writer.
+    """
+
+    def __init__(self, index: int, ranks: int, words: int) -> None:
+        self.index, self.ranks = index, ranks
+        self._slot = Slot.create(8 * words)
+        self.own = _view_words(self._slot)
+        self.words: list[memoryview] = []  # of all ranks
+        self._processes: list[int] = []
+        self.others: list[tuple[int, int]] = []  # (rank, what tells of its end)
+        self._lock = threading.Lock()
+
+    def address(self, host: str) -> Address:
+        """What the other ranks need to connect."""
+        return Address(host, os.getpid(), self._slot.descriptor)
+
+    def connect(self, addresses: list[Address]) -> None:
+        """Opens the words of all ranks; an OSError if that cannot be."""
+        for rank, address in enumerate(addresses):
+            self._processes.append(address.process)
+            if rank == self.index:
+                self.words.append(self.own)
+                continue
+            slot = self.open_slot(rank, address.descriptor, self._slot.nbytes)
+            self.words.append(_view_words(slot))
+            descriptor = os.pidfd_open(address.process)
+            weakref.finalize(self, os.close, descriptor)
+            self.others.append((rank, descriptor))
+
+    def open_slot(self, rank: int, descriptor: int, nbytes: int) -> Slot:
+        """Memory that another rank has under this descriptor."""
+        return Slot(descriptor, nbytes, self.path_of(rank, descriptor))
+
+    def path_of(self, rank: int, descriptor: int) -> str:
+        """Where a descriptor of another rank can be opened."""
+        return f"/proc/{self._processes[rank]}/fd/{descriptor}"
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        poll = select.poll()
+        for _, descriptor in self.others:
+            poll.register(descriptor, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll(0)}
+        return [rank for rank, descriptor in self.others if descriptor in readable]
+
+    def fence(self) -> None:
+        """No access to memory moves past this.
+
+        So words are written after the data that they are about, and read before it, on weakly ordered processors too.
+        """
+        # What precedes giving a lock back stays before it, and what follows taking one stays behind it; only giving
+        # back and then taking, in this order, holds both. One lock taken and given back would let them pass each other.
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+
+def _view_words(slot: Slot) -> memoryview:
+    return memoryview(slot.memory).cast("q")
+
+
+class _Control:
+    """What a rank's words say: how many messages it has published, the recent ones, and which of each rank it has read.
+
+    The first word is the number of the last message.
+    """
+
+    def __init__(self, words: memoryview) -> None:
+        self.words = words
 
     @staticmethod
-    def nbytes(ranks: int) -> int:
-        return 8 * (1 + _WORDS * RECENT + ranks * RECENT)
+    def count_words(ranks: int) -> int:
+        return 1 + _WORDS * RECENT + ranks * RECENT
 
     def describe(self, number: int, slot: Slot) -> None:
         start = 1 + _WORDS * (number % RECENT)
@@ -93,37 +159,20 @@ class _Control:
         return 1 + _WORDS * RECENT + rank * RECENT + number % RECENT
 
 
-class Channel:
-    """The messages of a group's ranks; ``index`` is this one's rank in the group."""
+class Channel(Peers):
+    """The messages of a group's ranks, each of which is for all of them."""
 
     def __init__(self, index: int, ranks: int) -> None:
-        self.index, self.ranks = index, ranks
-        self._own = _Control(Slot.create(_Control.nbytes(ranks)))
+        super().__init__(index, ranks, _Control.count_words(ranks))
+        self._own = _Control(self.own)
         self._controls: list[_Control] = []
-        self._processes: list[int] = []
-        self._others: list[tuple[int, int]] = []  # (rank, what tells of its end)
         self._slots: list[Slot] = []
         self._slots_of: dict[tuple[int, int], Slot] = {}
         self._published = 0
-        self._lock = threading.Lock()
-
-    def address(self, host: str) -> Address:
-        """What the other ranks need to connect."""
-        return Address(host, os.getpid(), self._own.slot.descriptor)
 
     def connect(self, addresses: list[Address]) -> None:
-        """Opens the control words of all ranks; an OSError if that cannot be."""
-        for rank, address in enumerate(addresses):
-            self._processes.append(address.process)
-            if rank == self.index:
-                self._controls.append(self._own)
-                continue
-            path = _path_of(address.process, address.descriptor)
-            slot = Slot(address.descriptor, self._own.slot.nbytes, path)
-            self._controls.append(_Control(slot))
-            descriptor = os.pidfd_open(address.process)
-            weakref.finalize(self, os.close, descriptor)
-            self._others.append((rank, descriptor))
+        super().connect(addresses)
+        self._controls = [_Control(words) for words in self.words]
 
     # --- this rank's messages
 
@@ -152,9 +201,9 @@ class Channel:
         """Shows a slot to the other ranks as this rank's next message; returns its number."""
         self._published += 1
         number = slot.message = self._published
-        self._fence()
+        self.fence()
         self._own.describe(number, slot)
-        self._fence()
+        self.fence()
         self._own.words[0] = number
         return number
 
@@ -170,35 +219,16 @@ class Channel:
 
     def slot_of(self, rank: int, number: int) -> Slot:
         """The memory of a rank's message, which has been published."""
-        self._fence()
+        self.fence()
         descriptor, nbytes = self._controls[rank].description(number)
         slot = self._slots_of.get((rank, descriptor))
         if slot is None:
-            path = _path_of(self._processes[rank], descriptor)
-            slot = Slot(descriptor, nbytes, path)
+            slot = self.open_slot(rank, descriptor, nbytes)
             self._slots_of[rank, descriptor] = slot
         return slot
 
     def mark_read(self, number: int) -> None:
         """Tells the other ranks that their messages of this number may be overwritten."""
-        self._fence()
+        self.fence()
         for rank in range(self.ranks):
             self._own.words[self._own.place_read(rank, number)] = number
-
-    def ended(self) -> list[int]:
-        """The ranks whose processes have ended."""
-        poll = select.poll()
-        for _, descriptor in self._others:
-            poll.register(descriptor, select.POLLIN)
-        readable = {descriptor for descriptor, _ in poll.poll(0)}
-        return [rank for rank, descriptor in self._others if descriptor in readable]
-
-    def _fence(self) -> None:
-        # Nothing moves past taking and giving back a lock: words are written after the data that they are about, and
-        # read before it, on weakly ordered processors too.
-        with self._lock:
-            pass
-
-
-def _path_of(process: int, descriptor: int) -> str:
-    return f"/proc/{process}/fd/{descriptor}"

@@ -497,12 +497,12 @@ def test_point_to_point_names_the_peer_alone():
 def test_ranks_that_come_late_are_not_called_missing():
     platform = get_platform()
     rank = platform.get_rank()
-    group = platform.split_group(None, [[0, 1, 2, 3]], timeout=3)
+    group = platform.split_group(None, [[0, 1, 2, 3]], timeout=5)
     if rank == 1:
         platform.barrier()
         return
     time.sleep(
-        rank * 0.8
+        rank * 0.6
     )  # later than the time in which ranks wait for each other's notes
     with pytest.raises(CommunicationError) as raised:
         platform.all_reduce(ones(2), group)

@@ -91,6 +91,14 @@ def test_own_tensors(platform):
     assert layer.bias is new
 
 
+def test_a_removed_tensor_leaves_its_name(platform):
+    layer = frame.linear(2, 3)
+    platform.remove_own_tensor(layer, "weight")
+    assert layer.weight is None
+    assert list(platform.parameters_dict(layer)) == ["bias"]
+    assert [name for name, _ in platform.own_tensors(layer)] == ["bias"]
+
+
 def test_the_dims_of_weights(platform):
     assert platform.projection(frame.linear(2, 3)) == ("linear", 0, 1, -1)
     assert platform.projection(frame.embedding(5, 3)) == ("embedding", 1, 0, -1)
@@ -423,3 +431,26 @@ def test_bad_clipping(platform):
         platform.clip_grad_norm_(params, 1, 0)
     with pytest.raises(TypeError, match="found str in it"):
         platform.clip_grad_norm_("ab", 1)
+
+
+def test_a_linear_layer_of_the_framework(platform):
+    layer = platform.new_linear(3, 2, True)
+    assert platform.is_linear_module(layer)
+    assert (tuple(layer.weight.shape), tuple(layer.bias.shape)) == ((2, 3), (2,))
+    names = list(platform.parameters_dict(platform.new_linear(3, 2, False)))
+    assert names == ["weight"]
+
+
+def test_a_module_with_other_tensors(platform):
+    """It shares all else with the first one, which keeps its own."""
+    layer = platform.new_linear(3, 2, True)
+    before = values(layer.weight)
+    other = frame.tensor(np.ones((1, 3)), "float32")
+    bias = frame.tensor(np.full(1, 2.0), "float32")
+    twin = platform.with_tensors(layer, type(layer), {"weight": other, "bias": bias})
+    assert type(twin) is type(layer)
+    assert twin.weight is other
+    output = platform.get_cell_construct(twin)(frame.tensor(np.ones((2, 3)), "float32"))
+    assert values(output) == [[5.0], [5.0]]
+    assert values(layer.weight) == before
+    assert dict(platform.parameters_dict(layer)).keys() == {"weight", "bias"}

@@ -447,3 +447,17 @@ def test_nothing_is_saved_without_grad():
     with platform.no_grad(), platform.async_save_on_cpu() as swap:
         Block()(frame.tensor(X))
     assert swap.swapped_tensors == 0
+
+
+def test_each_of_two_wrappers_runs_its_own_function():
+    ran = []
+
+    def run(name, call, *args, **kwargs):
+        ran.append(name)
+        return call(*args, **kwargs)
+
+    module = frame.linear(2, 2)
+    for name in ("inner", "outer"):
+        module = platform.ckpt_wrapper(module, functools.partial(run, name))
+    module(frame.tensor(frame.draw(3, 2).astype("float32")))
+    assert ran == ["outer", "inner"]

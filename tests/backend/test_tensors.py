@@ -60,6 +60,9 @@ def test_chunk_has_torch_chunk_sizes_and_empty_pieces(platform, size, pieces):
             found = platform.chunk(tensor(x), dim, pieces, index)
             assert tuple(found.shape) == expected.shape
             assert frame.array(found).tolist() == expected.tolist()
+            together = platform.chunks(tensor(x), dim, pieces)
+            assert len(together) == pieces
+            assert frame.array(together[index]).tolist() == expected.tolist()
 
 
 def test_an_empty_chunk_has_a_gradient_of_zeros(platform):
@@ -72,6 +75,8 @@ def test_chunk_refuses_what_is_no_piece(platform):
     for arguments in [(0, 2, 2), (0, 2, -1), (0, 0, 0), (2, 2, 0), (0, 1.5, 0)]:
         with pytest.raises(ValueError, match="chunk: "):
             platform.chunk(tensor(np.ones((4, 4))), *arguments)
+    with pytest.raises(ValueError, match="chunk: "):
+        platform.chunks(tensor(np.ones((4, 4))), 2, 2)
 
 
 def test_clone(platform):
@@ -310,6 +315,23 @@ def test_random_numbers_follow_the_seed(platform):
     assert abs(many.mean()) < 0.05
     assert abs(many.std() - 1) < 0.05
     assert platform.is_meta(platform.rand((2,), device="meta"))
+
+
+def test_many_seeds_leave_the_generator_as_it_was(platform):
+    platform.manual_seed(3)
+    platform.rand((3,))
+    state = platform.get_rng_state()
+    undisturbed = values(platform.rand((3,)))
+    with platform.seeded(9):
+        expected = values(platform.rand((3,)))
+    platform.set_rng_state(state)
+    with pytest.raises(ZeroDivisionError), platform.reseeding() as seeded:
+        for seed in (9, 10, 9):
+            with seeded(seed):
+                drawn = values(platform.rand((3,)))
+            assert (drawn == expected) == (seed == 9)
+        raise ZeroDivisionError
+    assert values(platform.rand((3,))) == undisturbed
 
 
 def test_seeds_and_generator_states(platform):

@@ -8,6 +8,7 @@ from guards.sources import PACKAGE, modules
 
 from hyper_parallel.platform.contract import (
     activations,
+    attention,
     autograd,
     collectives,
     devices,
@@ -32,6 +33,7 @@ PARTS = [
     memory.Memory,
     native.Native,
     activations.Activations,
+    attention.Attention,
     external.External,
 ]
 

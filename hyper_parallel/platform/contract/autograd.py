@@ -47,12 +47,16 @@ class Autograd(Tensors):
         """Enables or disables recording for backward within a context."""
 
     def is_recording_disabled(self) -> bool:
-        """Returns whether ``no_grad()`` is in effect, for frameworks that record by default."""
+        """Returns whether ``no_grad()`` is in effect."""
         return False
 
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
         """Returns whether operations on the tensor are currently recorded for backward."""
+
+    def use_leaf(self, leaf: Any) -> Any:
+        """Returns a leaf for a computation in which another leaf may get the very same tensor as its gradient."""
+        return leaf
 
     def replayed_views(self) -> AbstractContextManager[Any]:
         """Records views of empty tensors with the same graph as views of non-empty ones, within a context."""

@@ -24,6 +24,7 @@ from hyper_parallel.platform.order import (
 )
 
 if TYPE_CHECKING:
+    from hyper_parallel.platform.messages import Messages
     from hyper_parallel.platform.rows import Rows
 
 HYPER_PARALLEL_CHECK = "HYPER_PARALLEL_CHECK"
@@ -170,6 +171,10 @@ class Collectives(Ranks):
         self, tensor: Any, src: int | None = None, group: Any = None, tag: int = 0
     ) -> Any:
         """Starts receiving into ``tensor`` from global rank ``src`` (any rank if None); returns a handle."""
+
+    @abstractmethod
+    def connect_messages(self, group: Any) -> Messages:
+        """Messages between the ranks of the group, all of which call it, in the same order."""
 
     def batch_p2p(self, ops: Sequence[P2POp]) -> list[Any]:
         """Starts sends and receives together and returns handles, all of which must be waited for.

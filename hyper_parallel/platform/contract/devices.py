@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -52,6 +52,11 @@ class Devices(ABC):
     @abstractmethod
     def seeded(self, seed: int) -> AbstractContextManager[Any]:
         """Seeds the device's generator within a context and restores its state afterwards."""
+
+    @contextmanager
+    def reseeding(self) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+        """Gives a ``seeded`` for use within a context, at whose end the generator's state is that of its beginning."""
+        yield self.seeded
 
     @abstractmethod
     def get_rng_state(self) -> Any:

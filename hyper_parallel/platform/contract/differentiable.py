@@ -71,6 +71,10 @@ class DifferentiableCollectives(Collectives):
     ) -> Any:
         """Exchanges chunks of dim 0 of any sizes, including zero; backward is the reverse exchange."""
 
+    @abstractmethod
+    def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
+        """Returns ``x``; forward and backward each synchronize with the other thread at the coordinator."""
+
     def set_grad_reduce_handle(
         self, handle: Any, post_process: Callable[[], Any] | None = None
     ) -> None:

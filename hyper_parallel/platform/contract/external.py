@@ -86,10 +86,6 @@ class External(Tensors):
         ``handle_box`` it appends ``(work, buffer)`` to it and returns zeros, and whoever waits adds the gradient.
         """
 
-    @abstractmethod
-    def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
-        """Returns ``x``; forward and backward each synchronize with the other thread at the coordinator."""
-
     def cast_fp_tensor(self, dtype: Any, x: Any) -> Any:
         """Casts ``x`` to ``dtype`` if it is a floating-point tensor, else returns ``x`` unchanged."""
         return x.to(dtype) if self.is_tensor(x) and self.is_floating_point(x) else x
@@ -97,17 +93,6 @@ class External(Tensors):
     @abstractmethod
     def get_tensor_storage_size(self, tensor: Any) -> int:
         """Returns the number of bytes of the tensor's elements on this rank."""
-
-    @abstractmethod
-    def arange(
-        self,
-        start: Any,
-        end: Any = None,
-        step: Any = 1,
-        dtype: Any = None,
-        device: Any = None,
-    ) -> Any:
-        """Returns values from ``start`` (0 if ``end`` is None) to ``end`` in steps of ``step``."""
 
     @abstractmethod
     def new_tensor(self, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
@@ -122,10 +107,6 @@ class External(Tensors):
     @abstractmethod
     def set_tensor_requires_grad(self, input_tensor: Any) -> Any:
         """Makes the tensor a leaf that requires a gradient, and returns it."""
-
-    @abstractmethod
-    def get_cell_construct(self, cell: Any) -> Callable[..., Any]:
-        """Returns the module's own computation without hooks: forward or construct."""
 
     def set_layout_into_parameter(self, param: Any, layout: Any) -> Any:
         """Returns a parameter that holds this rank's shard of ``param`` as a DTensor of that layout."""

@@ -40,6 +40,10 @@ class Modules(ABC):
         """Returns every submodule with its dotted name, starting with the module itself as ""."""
 
     @abstractmethod
+    def get_cell_construct(self, cell: Any) -> Callable[..., Any]:
+        """Returns the module's own computation without hooks: forward or construct."""
+
+    @abstractmethod
     def own_modules(self, module: Any) -> list[tuple[str, Any]]:
         """Returns the submodules of the module itself, without theirs; a shared one under each of its names."""
 
@@ -74,6 +78,21 @@ class Modules(ABC):
     @abstractmethod
     def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
         """Replaces a tensor of the module itself; a parameter stays a parameter."""
+
+    @abstractmethod
+    def remove_own_tensor(self, module: Any, name: str) -> None:
+        """Takes a parameter or buffer away from the module itself; the module reads None in its place."""
+
+    @abstractmethod
+    def with_tensors(self, module: Any, kind: Any, tensors: Mapping[str, Any]) -> Any:
+        """Returns a module of a class that shares all with another one but its own tensors of these names.
+
+        The tensors may be of any type; the other module does not change.
+        """
+
+    @abstractmethod
+    def new_linear(self, inputs: int, outputs: int, bias: bool) -> Any:
+        """Creates the framework's linear layer, with ``weight`` (outputs, inputs) and perhaps ``bias``."""
 
     @abstractmethod
     def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
@@ -173,7 +192,7 @@ class Modules(ABC):
         ``parameters``: a module, a tensor, or an iterable of tensors or of pairs (parameter, gradient). The norm is
         that of one device, computed in float32 or wider: sharded parameters count whole, on whatever meshes they are,
         and replicated or plain ones once. Every rank passes its parameters in the same order. What a rank does not
-        hold it does not count: pipeline stages on meshes of their own get a norm each.
+        hold it does not count: the stages of a pipeline get a norm each, unless their schedule clips them.
         """
         from hyper_parallel.platform.clipping import clip_grad_norm
 
@@ -211,7 +230,10 @@ class Modules(ABC):
 
     @abstractmethod
     def prepare_module(self, module: Any, dtype: str) -> Any:
-        """Moves a module's tensors to this process's device and to the dtype of that name; returns the module."""
+        """Moves a module's tensors to this process's device and to the dtype of that name; returns the module.
+
+        A module with parameters that have no data yet only gets the dtype.
+        """
 
     @abstractmethod
     def optimizer_parts(

@@ -124,6 +124,17 @@ class Tensors(ABC):
         """Returns a tensor filled with one value."""
 
     @abstractmethod
+    def arange(
+        self,
+        start: Any,
+        end: Any = None,
+        step: Any = 1,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> Any:
+        """Returns values from ``start`` (0 if ``end`` is None) to ``end`` in steps of ``step``."""
+
+    @abstractmethod
     def rand(self, size: Any, dtype: Any = None, device: Any = None) -> Any:
         """Returns uniform random numbers from [0, 1)."""
 
@@ -149,6 +160,11 @@ class Tensors(ABC):
     @abstractmethod
     def chunk(self, data: Any, split_dim: int, split_size: int, index: int) -> Any:
         """Returns chunk ``index`` of ``split_size`` chunks, sized as by torch.chunk; empty if there are fewer."""
+
+    def chunks(self, data: Any, split_dim: int, split_size: int) -> list[Any]:
+        """Returns all ``split_size`` chunks along ``split_dim``, as ``chunk`` does."""
+        places = range(split_size)
+        return [self.chunk(data, split_dim, split_size, place) for place in places]
 
     @abstractmethod
     def cat(self, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -226,6 +242,8 @@ class Tensors(ABC):
 
     def apply_to_tensors(self, fn: Callable[[Any], Any], container: Any) -> Any:
         """Applies ``fn`` to every tensor of a nested container and keeps everything else."""
+        if self.is_tensor(container):
+            return fn(container)
         return containers.tree_map(
             lambda leaf: fn(leaf) if self.is_tensor(leaf) else leaf, container
         )

@@ -21,6 +21,7 @@ from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.checks import check_reduction, check_tensor
 from hyper_parallel.platform.differentiable import Differentiable
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.messages import BackendMessages, Messages
 from hyper_parallel.platform.mindspore import hccl
 from hyper_parallel.platform.mindspore.groups import Groups
 from hyper_parallel.platform.mindspore.store_collectives import (
@@ -302,6 +303,9 @@ class Collectives(Groups, Differentiable):
         return self._result(
             data, self._meet(call, resolved, [mine] * resolved.size(), finish), async_op
         )
+
+    def connect_messages(self, group: Any) -> Messages:
+        return BackendMessages(self, self._group("connect_messages", group))
 
     def isend(
         self, tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0

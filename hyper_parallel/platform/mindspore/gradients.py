@@ -149,6 +149,13 @@ class Gradients(Platform):
             raise raised[0]
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
+    def use_leaf(self, leaf: Any) -> Any:
+        # A gradient that two leaves get is copied for the second, for which there is no kernel on a CPU.
+        return leaf * 1 if self.is_recorded(leaf) else leaf
+
+    def is_recording_disabled(self) -> bool:
+        return not private.executor().enable_grad()
+
     def is_recorded(self, tensor: Any) -> bool:
         # Integers have no gradient, though MindSpore would send one through them, where they have elements.
         is_wanted = private.requires_grad(tensor) and bool(

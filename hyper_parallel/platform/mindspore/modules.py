@@ -192,6 +192,12 @@ class Modules(Tensors):
                 self._parameter_like(private.own_parameters(module)[name], tensor),
             )
 
+    def remove_own_tensor(self, module: Any, name: str) -> None:
+        vars(module).pop(name, None)
+        buffers = private.own_buffers(module)
+        tensors = buffers if name in buffers else private.own_parameters(module)
+        tensors[name] = None
+
     def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
         # Cells ask their parameters for more than tensors have: what is no parameter hides the one of its name.
         if isinstance(tensor, Parameter):
@@ -199,6 +205,12 @@ class Modules(Tensors):
             private.own_parameters(module)[name] = tensor
         else:
             vars(module)[name] = tensor
+
+    def with_tensors(self, module: Any, kind: Any, tensors: Mapping[str, Any]) -> Any:
+        return private.cell_on(kind, {**vars(module), **tensors})
+
+    def new_linear(self, inputs: int, outputs: int, bias: bool) -> Any:
+        return nn.Dense(inputs, outputs, has_bias=bias)
 
     def register_full_backward_hook(
         self, module: Any, hook: Callable[..., Any], prepend: bool = False

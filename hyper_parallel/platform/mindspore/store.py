@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import time
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def connect(
             port = probe.getsockname()[1]
     if not is_master:
         _await_listener(host, port, time.monotonic() + timeout)
-    return TCPStore(
+    client = TCPStore(
         host,
         port,
         world_size=world_size,
@@ -103,6 +104,10 @@ def connect(
         timeout=timedelta(seconds=min(timeout, answer_timeout)),
         wait_for_workers=False,
     )
+    if not is_master:
+        # Destroying a client while its master ends may be a segmentation fault: none is destroyed, not even at exit.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    return client
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.platform.platform import P2POp, PlatformType
 from hyper_parallel.platform.torch import patches
+from hyper_parallel.platform.torch.attention import Attention
 from hyper_parallel.platform.torch.collectives import Collectives
 from hyper_parallel.platform.torch.deferred_init import DeferredInit
 from hyper_parallel.platform.torch.dtensor_base import DTensorBase
@@ -23,7 +24,14 @@ patches.install()
 
 
 class TorchPlatform(
-    Collectives, Modules, Gradients, Recompute, DeferredInit, Interop, Training
+    Collectives,
+    Modules,
+    Gradients,
+    Recompute,
+    DeferredInit,
+    Interop,
+    Training,
+    Attention,
 ):
     """PyTorch as the core sees it."""
 

@@ -29,6 +29,7 @@ from hyper_parallel.platform.torch.faults import (
 from hyper_parallel.platform.torch.groups import Groups
 
 if TYPE_CHECKING:
+    from hyper_parallel.platform.messages import Messages
     from hyper_parallel.platform.rows import Rows
     from hyper_parallel.platform.torch.rows import SharedRows
 
@@ -379,6 +380,20 @@ class Collectives(Groups, Differentiable):
             else lambda: _copy_into(tensor, buffer)
         )
         return Handle(work, call, resolved, finish, peer=src)
+
+    def connect_messages(self, group: Any) -> Messages:
+        from hyper_parallel.platform.messages import BackendMessages
+        from hyper_parallel.platform.torch import messages
+
+        call = "connect_messages"
+        resolved = self._group(call, group)
+        timeout = timeout_of(resolved)
+        if not messages.is_agreed(resolved):
+            agree = functools.partial(messages.agree, resolved, self.device(), timeout)
+            with waiting_in(call, resolved):
+                self._call(call, resolved, agree)
+        shared = messages.shared_messages(resolved, timeout, self._tell)
+        return BackendMessages(self, resolved) if shared is None else shared
 
     def send_object_list(
         self, obj_list: list[Any], dst: int | None = None, group: Any = None

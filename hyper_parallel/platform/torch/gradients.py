@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,15 @@ def _accumulates(node: Any) -> bool:
         return False  # torch does not tell within autograd.grad, where nothing is accumulated
 
 
+# What is recorded anyway needs no switch, which takes longer than a small operator.
+_RECORDING: AbstractContextManager[None] = nullcontext()
+
+
 class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
 
     def tape(self) -> AbstractContextManager[Any]:
-        return torch.enable_grad()
+        return _RECORDING if torch.is_grad_enabled() else torch.enable_grad()
 
     def _run_backward(
         self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool

@@ -12,7 +12,6 @@ from torch import nn
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.platform import Projection
-from hyper_parallel.platform.torch.owned import load_onto_mesh, note_replaced
 from hyper_parallel.platform.torch.recompute import Wrapper
 from hyper_parallel.platform.torch.saving import UnpickledHook
 from hyper_parallel.platform.torch.tensors import Tensors
@@ -161,6 +160,8 @@ class Modules(Tensors):
         return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def set_own_tensor(self, module: Any, name: str, tensor: Any) -> None:
+        from hyper_parallel.platform.torch.owned import load_onto_mesh
+
         if name in module._buffers:
             module._buffers[name] = tensor
             load_onto_mesh(module)
@@ -174,10 +175,28 @@ class Modules(Tensors):
         )
         self._own_parameter(module, name, new)
 
+    def remove_own_tensor(self, module: Any, name: str) -> None:
+        tensors = module._buffers if name in module._buffers else module._parameters
+        tensors[name] = None
+
     def put_tensor(self, module: Any, name: str, tensor: Any) -> None:
         module._parameters[name] = tensor
 
+    def with_tensors(self, module: Any, kind: Any, tensors: Mapping[str, Any]) -> Any:
+        twin = kind.__new__(kind)
+        attributes = dict(vars(module))
+        for own in ("_parameters", "_buffers"):
+            old = attributes[own]
+            attributes[own] = {name: tensors.get(name, old[name]) for name in old}
+        object.__setattr__(twin, "__dict__", attributes)
+        return twin
+
+    def new_linear(self, inputs: int, outputs: int, bias: bool) -> Any:
+        return nn.Linear(inputs, outputs, bias)
+
     def _own_parameter(self, module: Any, name: str, new: Any) -> None:
+        from hyper_parallel.platform.torch.owned import load_onto_mesh, note_replaced
+
         old = module._parameters[name]
         module.register_parameter(name, new)
         if isinstance(new, self.DTensorBase):

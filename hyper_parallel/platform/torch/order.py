@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform.agreement import Call
 from hyper_parallel.platform.axes import axis_of
-from hyper_parallel.platform.caller import users_line
 from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.order import in_a_circle, parted
 from hyper_parallel.platform.torch.asking import ask_store, forget_silence
@@ -90,6 +89,8 @@ def compare(
     ``seconds``: that the store may take to answer. ``seeks_circles``: whether its wait looks for ranks that wait for
     each other; else a rank may wait until its time is over while another waits for it elsewhere.
     """
+    from hyper_parallel.platform.caller import users_line
+
     standing = _standings[group]
     number = standing.number
     standing.compared = True

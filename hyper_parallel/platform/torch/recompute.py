@@ -119,6 +119,10 @@ class Wrapper(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def _keep(self, **fields: Any) -> None:
+        """Sets what is the wrapper's own, also where a wrapper inside has fields of the same names."""
+        vars(self).update(fields)
+
     def __getitem__(self, key: Any) -> Any:
         return self.inner[key]
 
@@ -210,10 +214,10 @@ class CheckpointWrapper(Wrapper):
                 f"ckpt_wrapper: checkpoint_fn must be a function or None, got {checkpoint_fn!r}",
             )
         function = checkpoint_fn or torch_checkpoint.checkpoint
-        self._is_torchs = function is torch_checkpoint.checkpoint
-        if self._is_torchs:
+        is_torchs = function is torch_checkpoint.checkpoint
+        if is_torchs:
             options.setdefault("use_reentrant", False)
-        self._run = functools.partial(function, **options)
+        self._keep(_is_torchs=is_torchs, _run=functools.partial(function, **options))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs or not self._is_torchs:
@@ -241,8 +245,7 @@ class SwapWrapper(Wrapper):
         super().__init__(module)
         # A bad policy is refused here, not in the first forward.
         _swap_to_host(policy_fn)
-        self._policy_fn = policy_fn
-        self._swap_fn = swap_fn
+        self._keep(_policy_fn=policy_fn, _swap_fn=swap_fn)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._swap_fn is not None:

@@ -1,39 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of collectives on torch: in memory that the ranks of one host share where gloo carries them, else in buffers.
 
-Sharing is agreed on once for a group, in the job's store: all ranks are on one host and can open each other's memory,
-or none of them shares. HYPER_PARALLEL_SHARE_MEMORY=0 on any rank turns it off.
+Sharing is agreed on once for a group: see ``sharing``.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import os
 import time
 from collections import defaultdict
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from hyper_parallel.platform.rows import BufferRows, Rows
-from hyper_parallel.platform.shared_channel import Address, Channel, Slot
-from hyper_parallel.platform.shared_files import find_host
-from hyper_parallel.platform.torch import gloo, order
+from hyper_parallel.platform.shared_channel import Channel, Slot
+from hyper_parallel.platform.torch.sharing import LOOK_SECONDS, connect
 
-HYPER_PARALLEL_SHARE_MEMORY = "HYPER_PARALLEL_SHARE_MEMORY"
 _PAGE = 4096
 
 _YIELDS = 30  # looks that only let other processes run, before the first nap
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 5e-4
-_LOOK_SECONDS = 0.25  # between looks whether another process has ended
 
 
 class _Memory:
@@ -65,7 +56,8 @@ def is_agreed(group: dist.ProcessGroup) -> bool:
 
 def agree(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Has the ranks of the group agree whether they share memory."""
-    _memory[group] = _Memory(_connect(group, device, timeout), timeout)
+    channel = connect(group, device, timeout, "rows", Channel)
+    _memory[group] = _Memory(channel, timeout)
 
 
 def take_rows(
@@ -174,7 +166,7 @@ class SharedWork:
         looks, nap = 0, _SHORTEST_NAP
         start = time.monotonic()
         deadline = min(start + timeout.total_seconds(), self._deadline)
-        next_look = start + _LOOK_SECONDS
+        next_look = start + LOOK_SECONDS
         while not self._has_arrived():
             looks += 1
             if looks <= _YIELDS:
@@ -185,7 +177,7 @@ class SharedWork:
                 raise RuntimeError(f"shared memory: timed out after {timeout}")
             if now > next_look:
                 self._check_alive()
-                next_look = now + _LOOK_SECONDS
+                next_look = now + LOOK_SECONDS
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 
@@ -198,77 +190,3 @@ class SharedWork:
             raise RuntimeError(
                 f"shared memory: the processes of ranks {sorted(ended)} of the group have ended"
             )
-
-
-# --- agreement
-
-
-def _connect(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta
-) -> Channel | None:
-    """A channel to all ranks of the group, or None on all of them."""
-    if not gloo.is_used(group, torch.empty(0, device=device)) or group.size() == 1:
-        return None
-    exchange = functools.partial(_exchange, _store_of(group), group, timeout)
-    channel = _make_channel(group)
-    offer = None if channel is None else list(channel.address(_find_namespaces()))
-    offers = exchange("offers", offer)
-    answers = exchange("answers", _open_all(channel, offers))
-    return channel if all(answers) else None
-
-
-def _open_all(channel: Channel | None, offers: list[Any]) -> bool:
-    """Whether all ranks offer their memory on one host, and this one can open it."""
-    if channel is None or None in offers:
-        return False
-    if len({host for host, *_ in offers}) > 1:
-        return False
-    try:
-        channel.connect([Address(*one) for one in offers])
-    except OSError:
-        return False
-    return True
-
-
-def _make_channel(group: dist.ProcessGroup) -> Channel | None:
-    asked = os.environ.get(HYPER_PARALLEL_SHARE_MEMORY, "1")
-    can_share = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    if asked in ("", "0") or not can_share:
-        return None
-    try:
-        return Channel(group.rank(), group.size())
-    except OSError:
-        return None
-
-
-def _find_namespaces() -> str:
-    """The same on all processes that see one host: containers and network namespaces are hosts of their own."""
-    namespaces = [
-        str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")
-    ]
-    return " ".join((find_host(), *namespaces))
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    store = distributed_c10d._get_default_store()
-    key = f"hyper_parallel/rows/{group.group_name}"
-    # A job that is joined again in the same store agrees anew.
-    times = store.add(f"{key}/{dist.get_rank()}", 1)
-    return dist.PrefixStore(f"{key}/{times}", store)  # type: ignore[attr-defined]
-
-
-def _exchange(
-    store: Any, group: dist.ProcessGroup, timeout: timedelta, what: str, own: Any
-) -> list[Any]:
-    """What every rank says, in rank order."""
-    keys = [f"{what}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], json.dumps(own))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"shared memory: timed out after {timeout}")
-        if failed := order.failure(group):
-            raise failed
-        with suppress(RuntimeError):  # which tells that the time is over
-            store.wait(keys, timedelta(seconds=_LOOK_SECONDS))
-    return [json.loads(store.get(key)) for key in keys]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils.checkpoint import GraphExecGroup
 
 Node = Any
@@ -25,7 +25,10 @@ def backward_inputs(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> Callable[[], None]:
-    """Accumulates the gradients of inputs, and of parameters that cannot wait; returns what does the others."""
+    """Accumulates the gradients of leaves that are inputs, and of parameters that cannot wait; returns the rest."""
+    if not inputs:  # nothing is gained by waiting
+        torch.autograd.backward(list(outputs), list(gradients))
+        return _do_nothing
     leads = _find_leads(outputs, inputs)
     meetings, inseparable = _find_meetings(leads)
     captured: dict[Node, tuple[Any, ...]] = {}
@@ -35,9 +38,7 @@ def backward_inputs(
     ]
     now = [*inputs, *(node.variable for node in inseparable)]
     try:
-        torch.autograd.backward(
-            list(outputs), list(gradients), retain_graph=bool(meetings), inputs=now
-        )
+        _run(outputs, gradients, now, keeps_graph=bool(meetings))
     finally:
         for hook in hooks:
             hook.remove()
@@ -49,6 +50,10 @@ def backward_inputs(
                 _run_towards(node, captured.pop(node, None), leaves)
 
     return backward_parameters
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _run_towards(
@@ -63,54 +68,80 @@ def _run_towards(
     if pairs:
         edges, gradients = zip(*pairs, strict=True)
         parameters = [leaf.variable for leaf in leaves]
-        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)
+        _run(edges, gradients, parameters, keeps_graph=True)
+
+
+def _run(
+    roots: Sequence[Any],
+    gradients: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    *,
+    keeps_graph: bool,
+) -> None:
+    """Accumulates gradients into leaves, as torch.autograd.backward does.
+
+    That checks gradients and makes those that are missing, which takes longer than a small operator's backward.
+    """
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keeps_graph,
+        False,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class _Leads(NamedTuple):
-    """The graph above outputs: their nodes, all nodes in reverse order of use, and those that lead to an input."""
+    """The graph above outputs.
+
+    ``children``: what each node leads to, which comes before it. ``leaves``: the tensors of nodes that accumulate.
+    ``to_input``: the nodes that lead to an input.
+    """
 
     roots: set[Node]
-    order: list[Node]
+    children: dict[Node, list[Node]]
+    leaves: dict[Node, torch.Tensor]
     to_input: set[Node]
 
 
 def _find_leads(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> _Leads:
-    ends = {_node_of(tensor) for tensor in inputs}
     roots = {_node_of(output) for output in outputs}
-    order = _sort_nodes(roots)
-    to_input = set()
-    for node in order:  # what a node leads to comes before it
-        if node in ends or any(child in to_input for child in _children(node)):
+    children = _sort_nodes(roots)
+    ends = [node for node, below in children.items() if not below]
+    leaves = {node: node.variable for node in ends if hasattr(node, "variable")}
+    wanted = {id(tensor) for tensor in inputs}
+    to_input = {node for node, leaf in leaves.items() if id(leaf) in wanted}
+    for node, below in children.items():
+        if not to_input.isdisjoint(below):
             to_input.add(node)
-    return _Leads(roots, order, to_input)
+    return _Leads(roots, children, leaves, to_input)
 
 
 def _node_of(tensor: torch.Tensor) -> Node:
-    return torch.autograd.graph.get_gradient_edge(tensor).node
+    node = tensor.grad_fn
+    return torch.autograd.graph.get_gradient_edge(tensor).node if node is None else node
 
 
-def _children(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _sort_nodes(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below the roots; each after those that it leads to."""
-    order: list[Node] = []
-    state: dict[Node, bool] = {}  # whether a node is done
+def _sort_nodes(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """All nodes below the roots and what each leads to, which comes before it."""
+    done: dict[Node, list[Node]] = {}
+    begun: dict[Node, list[Node]] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
-        if node not in state:
-            state[node] = False
-            stack += [child for child in _children(node) if child not in state]
+        if node not in begun:
+            below = [child for child, _ in node.next_functions if child is not None]
+            begun[node] = below
+            stack += [child for child in below if child not in begun]
         else:
             stack.pop()
-            if not state[node]:
-                state[node] = True
-                order.append(node)
-    return order
+            if node not in done:
+                done[node] = begun[node]
+    return done
 
 
 def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
@@ -118,16 +149,16 @@ def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
     owners: dict[Node, set[Node]] = defaultdict(set)  # of what leads to no input
     for root in leads.roots - leads.to_input:
         owners[root] = {root}
-    for node in reversed(leads.order):
-        for child in _children(node):
+    for node, below in reversed(leads.children.items()):
+        above = {node} if node in leads.to_input else owners[node]
+        for child in below:
             if child not in leads.to_input:
-                is_meeting = node in leads.to_input
-                owners[child] |= {node} if is_meeting else owners[node]
+                owners[child] |= above
     shared = {node for node, above in owners.items() if len(above) != 1}
     meetings: dict[Node, list[Node]] = defaultdict(list)
     inseparable = []
-    for node in leads.order:
-        if not hasattr(node, "variable") or node in leads.to_input:
+    for node in leads.leaves:
+        if node in leads.to_input:
             continue
         owner = next(iter(owners[node]))
         if node in shared or owner not in leads.to_input:

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -138,6 +138,13 @@ class Tensors(Platform):
             split_dim, *chunk_span(data.shape[split_dim], split_size, index)
         )
 
+    def chunks(self, data: Any, split_dim: int, split_size: int) -> list[Any]:
+        first = self.chunk(data, split_dim, split_size, 0)
+        size = data.shape[split_dim]
+        spans = (chunk_span(size, split_size, place) for place in range(1, split_size))
+        # Not split(): what it returns cannot be modified in place where gradients are recorded.
+        return [first, *(data.narrow(split_dim, *span) for span in spans)]
+
     def clone(self, tensor: Any) -> Any:
         # Without data, what a copy must keep is how its numbers will be drawn.
         twin = deferred_copy(tensor) if tensor.is_meta else None
@@ -246,16 +253,18 @@ class Tensors(Platform):
         return flat.view(tuple(shape))
 
     def pack_bytes(self, header: bytes, tensors: Sequence[Any]) -> Any:
-        specs = [(str(one.dtype).removeprefix("torch."), one.shape) for one in tensors]
-        sizes = [one.nbytes for one in tensors]
-        total = sum(map(round_up, (len(header), *sizes)))
-        packed = torch.empty(total, dtype=torch.uint8, device=self.device())
-        if header:
-            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            packed[: len(header)] = data
-        targets = self.unpack_bytes(packed, len(header), specs)
-        self.copy_all(targets, [one.detach() for one in tensors])
-        return packed
+        pieces = [_bytes_of(header, self.device())] if header else []
+        for tensor in tensors:
+            stored = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            # Not view(-1): with one element or none, the strides may be any.
+            flat = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8)
+            pieces.append(flat)
+            gap = round_up(flat.numel()) - flat.numel()
+            if gap:
+                pieces.append(flat.new_zeros(gap))
+        if not pieces:
+            return torch.empty(0, dtype=torch.uint8, device=self.device())
+        return torch.cat(pieces)
 
     def unpack_bytes(
         self, packed: Any, start: int, specs: Sequence[tuple[str, Sequence[int]]]
@@ -264,7 +273,9 @@ class Tensors(Platform):
         for name, shape in specs:
             dtype = self._dtype("unpack_bytes", name)
             stop = start + math.prod(shape) * dtype.itemsize
-            tensors.append(packed[start:stop].view(dtype).view(tuple(shape)))
+            is_all = start == 0 and stop == packed.shape[0]
+            piece = packed if is_all else packed[start:stop]
+            tensors.append(piece.view(dtype).view(shape))
             start += round_up(stop - start)
         return tensors
 
@@ -520,18 +531,38 @@ class Tensors(Platform):
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        host, device = torch.get_rng_state(), self.get_rng_state()
-        if (
-            self.device_type() == "cpu"
-        ):  # torch's own function asks every kind of device
+        """Untested on hardware: an accelerator's generator beside the host's."""
+        host = torch.default_generator.get_state()
+        is_on_host = self.device_type() == "cpu"
+        device = None if is_on_host else self.get_rng_state()
+        if is_on_host:  # torch's own function asks every kind of device
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
         try:
             yield
         finally:
-            torch.set_rng_state(host)
-            self.set_rng_state(device)
+            torch.default_generator.set_state(host)
+            if device is not None:
+                self.set_rng_state(device)
+
+    @contextmanager
+    def reseeding(self) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+        # To save and restore the host's generator takes longer than a small operator, so that is done once.
+        if self.device_type() != "cpu":
+            yield self.seeded
+            return
+        host = torch.default_generator.get_state()
+        nothing: AbstractContextManager[Any] = nullcontext()
+
+        def seed_only(seed: int) -> AbstractContextManager[Any]:
+            torch.default_generator.manual_seed(seed)
+            return nothing
+
+        try:
+            yield seed_only
+        finally:
+            torch.default_generator.set_state(host)
 
     def set_rng_state(self, state: Any) -> None:
         """Untested on hardware: an accelerator's generator."""
@@ -577,6 +608,13 @@ class Tensors(Platform):
 
     def profiler_record(self, name: str) -> AbstractContextManager[Any]:
         return torch.profiler.record_function(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _bytes_of(header: bytes, device: torch.device) -> torch.Tensor:
+    """Bytes as a tensor, which nobody changes, of a size that tensors can be packed behind."""
+    data = bytearray(header.ljust(round_up(len(header)), b"\0"))
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def _slice_dim(x: torch.Tensor, dim: int, cut: slice) -> torch.Tensor:

@@ -21,7 +21,10 @@ class Training(Platform):
     """The part of the contract that is about training as a whole."""
 
     def prepare_module(self, module: Any, dtype: str) -> Any:
-        return module.to(self.device(), self.str_to_dtype(dtype))
+        kind = self.str_to_dtype(dtype)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return module.to(kind)
+        return module.to(self.device(), kind)
 
     def new_optimizer(
         self, kind: str, groups: Sequence[Mapping[str, Any]], **options: Any
