@@ -10,20 +10,10 @@ the parameters' bytes as they are gathered and reduced, unit by unit. A step tha
 the larger of the two, one that does not takes their sum.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "llama")]
-
-from timing import in_turns, median, ratio  # noqa: E402 - a neighbour of this file
-
-from tools.hosts import Hosts, why_unavailable  # noqa: E402 - found by the line above
+from timing import in_turns, median, ratio  # neighbours of this file
+from two_hosts import read_options, run_on_hosts
 
 RATES = ("200mbit", "500mbit", None)
 FULL = {"dim": 512, "hidden": 1376, "layers": 4, "context": 256, "batch": 4}
@@ -178,32 +168,6 @@ def find_distance(ours, theirs):
 # --- the hosts
 
 
-def run(rate, sizes, rounds):
-    """What both ranks report, with a link of a rate between them."""
-    script = [sys.executable, str(Path(__file__).resolve())]
-    command = [*script, "--rank", json.dumps(sizes), str(rounds)]
-    with Hosts(2, rate=rate) as hosts:
-        ranks = []
-        for host in range(2):
-            job = {
-                "RANK": str(host),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": hosts.addresses[0],
-                "MASTER_PORT": "29500",
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts have no names to warn about
-                "HYPER_PARALLEL_CHECK_ORDER": "0",  # it ends after the first collectives
-            }
-            pipe = {"stdout": subprocess.PIPE, "text": True}
-            ranks.append(hosts.start(host, command, env={**os.environ, **job}, **pipe))
-        outputs = [rank.communicate()[0] for rank in ranks]
-        for rank in ranks:
-            if rank.returncode:
-                raise SystemExit(f"a rank failed with exit code {rank.returncode}")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 def find_slower(reports):
     """The times of the slower rank in every round."""
     by_rank = [found for found, _ in reports]
@@ -230,26 +194,17 @@ def print_rows(rate, reports):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="small sizes, one round")
-    parser.add_argument("--rank", nargs=2, metavar=("SIZES", "ROUNDS"))
-    options = parser.parse_args()
-    if options.rank is not None:
-        sizes, rounds = map(json.loads, options.rank)
-        print(json.dumps(measure(sizes, rounds)))
+    is_tiny = read_options(__doc__.splitlines()[0], measure)
+    if is_tiny is None:
         return
-    reason = why_unavailable()
-    if reason:
-        print(f"\nA data-parallel step between two hosts: not measured, {reason}")
-        return
-    sizes, rounds = (TINY, 1) if options.tiny else (FULL, ROUNDS)
+    sizes, rounds = (TINY, 1) if is_tiny else (FULL, ROUNDS)
     print("\nA data-parallel step between two hosts, milliseconds, and times of the")
     print("larger of computation and communication, each measured alone")
     heads = ["ours", "torch", "computation", "communication"]
     heads += ["ours / larger", "torch / larger"]
     print(f"{'link':32}" + "".join(f"{head:>15}" for head in heads), flush=True)
     for rate in RATES:
-        print_rows(rate, run(rate, sizes, rounds))
+        print_rows(rate, run_on_hosts(__file__, rate, sizes, rounds))
 
 
 if __name__ == "__main__":

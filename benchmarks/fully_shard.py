@@ -8,8 +8,6 @@ shards nothing. Memory is that of a process, in new processes for each way.
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -23,7 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "llama")]
 
-from timing import in_turns, median, ratio  # noqa: E402 - a neighbour of this file
+from memory import forget_peak, read_memory, trim_memory  # noqa: E402 - a neighbour of this file
+from timing import in_turns, median, ratio  # noqa: E402
 
 SMALL = {"dim": 128, "hidden": 344, "layers": 4, "context": 32, "batch": 2}
 LARGE = {"dim": 512, "hidden": 1376, "layers": 4, "context": 256, "batch": 4}
@@ -109,12 +108,6 @@ def measure_time(sizes, ways, rounds, calls):
     return in_turns(steps, calls, rounds, before=dist.barrier)
 
 
-def read_memory(key):
-    """A number of bytes that the kernel tells about this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def measure_memory(sizes, way):
     """(memory that a way holds after a step, its peak in a step) on this rank, beyond that of an empty process."""
     from hyper_parallel import get_platform
@@ -128,10 +121,9 @@ def measure_memory(sizes, way):
     step = build_step(way, sizes)
     for _ in range(3):
         step()
-    gc.collect()
     trim_memory()
     held = read_memory("VmRSS") - before
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    forget_peak()
     step()
     peak = read_memory("VmHWM") - before
     get_platform().destroy_process_group()
@@ -150,11 +142,6 @@ def measure_copies(sizes):
             copied += packed + packed // plan.ranks
             gathered += sum(entry.nbytes for entry in plan.entries)
     return copied, gathered
-
-
-def trim_memory():
-    """Gives freed memory back to the kernel."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def print_times(title, sizes, rounds, calls, ranks=2):

@@ -21,6 +21,14 @@ def in_turns(
     return found
 
 
+def slowest(reports):
+    """Of every way and round the time of the rank that took longest."""
+    return {
+        way: [max(times) for times in zip(*(one[way] for one in reports), strict=True)]
+        for way in reports[0]
+    }
+
+
 def median(found, name):
     """The median of one way."""
     return statistics.median(found[name])

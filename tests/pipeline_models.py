@@ -6,9 +6,20 @@ import copy
 import torch
 from torch import nn
 
-from hyper_parallel.core.pipeline_parallel import PipelineStage, get_schedule_class
+from hyper_parallel import DTensor
+from hyper_parallel.core.fully_shard import fully_shard
+from hyper_parallel.core.pipeline_parallel import (
+    PipelineStage,
+    SharedParameterInfo,
+    get_schedule_class,
+)
 from hyper_parallel.core.pipeline_parallel.mapping import StageMapping
 from hyper_parallel.core.pipeline_parallel.schedules import find_schedule
+from hyper_parallel.core.tensor_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 DIM = 5
 
@@ -34,6 +45,55 @@ class Apply(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(self.layer, *args, **kwargs)
+
+
+class Mlp(nn.Module):
+    """A layer whose weights are sharded over an axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 6), nn.Linear(6, DIM)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def parallel(module, mesh):
+    parallelize_module(
+        module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
+    return module
+
+
+class Block(nn.Module):
+    """Two units, one within the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def shard(part, mesh, **options):
+    fully_shard(part.first, mesh=mesh, **options)
+    return fully_shard(part, mesh=mesh, **options)
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+class Head(Embed):
+    def forward(self, x):
+        return x @ self.weight.t()
 
 
 def new(*builders):
@@ -65,6 +125,10 @@ def close(actual, expected, atol=1e-12):
 
 def as_tuple(tree):
     return tree if isinstance(tree, tuple) else (tree,)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Pair:
@@ -161,3 +225,28 @@ class Pair:
     def zero_grad(self):
         for part in [*self.alone, *self.piped]:
             part.zero_grad()
+
+
+def check_whole_gradients(pair):
+    for stage in pair.own:
+        for own, other in zip(
+            pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True
+        ):
+            close(whole(own.grad), other.grad)
+
+
+def tied(schedule, count, micros=4, **options):
+    """A pair whose first and last stage have one weight; those of the last stage begin with other values."""
+    kinds = [Embed, *[Layer] * (count - 2), Head]
+    parts = new(*kinds)
+    parts[-1].weight = parts[0].weight
+
+    def share(stage, part):
+        if stage not in (0, count - 1):
+            return {}
+        with torch.no_grad():
+            part.weight.mul_(1 + stage)  # the first stage has the right values
+        info = SharedParameterInfo(part.weight, [0, count - 1])
+        return {"shared_parameters": [info]}
+
+    return Pair(parts, schedule, micros, options=share, **options)

@@ -22,7 +22,7 @@ from hyper_parallel.core.tensor_parallel import (
     parallelize_module,
     replicate,
 )
-from hyper_parallel.platform import CommunicationError, get_platform
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.caller import raising_line, users_line
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.ranks import run_ranks
@@ -104,10 +104,11 @@ def compare(
             mine = run(task._replace(loss=marked), seed)
     # Not every framework tells that backward runs; and the line that called this says nothing of a collective.
     start, here = done[0] if done else len(ledger.entries), users_line()
+    is_piped = mine.part is not None  # forwards and backwards take turns
     ledger.entries[:] = [
         replace(
             entry,
-            backward=number >= start,
+            backward=entry.backward if is_piped else number >= start,
             line="" if entry.line == here else entry.line,
         )
         for number, entry in enumerate(ledger.entries)
@@ -182,10 +183,8 @@ def on_new_ranks(
     reports = run_ranks(
         function, math.prod(axes.values()), axes, arguments, timeout=timeout
     )
-    consequence = CommunicationError.__name__
     found: Report = min(
-        reports,
-        key=lambda report: (not report.error, f": {consequence}: " in report.error),
+        reports, key=lambda report: (not report.error, report.is_consequence)
     )
     return found
 

@@ -15,6 +15,7 @@ from hyper_parallel.platform.caller import raising_line
 from hyper_parallel.verification.compare import TOLERANCES, Comparison, largest
 from hyper_parallel.verification.coverage import find_gaps
 from hyper_parallel.verification.report import Difference, Parting, Report
+from hyper_parallel.verification.stages import is_consequence
 from hyper_parallel.verification.step import Step
 from hyper_parallel.verification.trace import Event, Value
 
@@ -66,11 +67,15 @@ class _Judged:
         self, ledger: CommunicationLedger, known_gaps: tuple[str, ...]
     ) -> Report:
         own_gaps = find_gaps(self.truth, self.mine, self.mesh, ledger)
-        everyone = self._everyones(
-            (tuple(self._differences()), (*known_gaps, *own_gaps))
-        )
-        found = _worst([differences for differences, _ in everyone])
-        gaps = tuple(dict.fromkeys(gap for _, of_rank in everyone for gap in of_rank))
+        facts = tuple(self._differences()), (*known_gaps, *own_gaps)
+        everyone = self._everyones((*facts, tuple(self.mine.parameters)))
+        found = _worst([differences for differences, _, _ in everyone])
+        told = [gap for _, of_rank, _ in everyone for gap in of_rank]
+        if self.mine.part is not None:
+            held = {name for _, _, names in everyone for name in names}
+            lost = [name for name in self.truth.parameters if name not in held]
+            told += [f"no stage has the parameter {name!r}" for name in lost]
+        gaps = tuple(dict.fromkeys(told))
         notes: list[str] = []
         first = None
         # What is nan hides what went wrong before it.
@@ -95,7 +100,7 @@ class _Judged:
         """Where the runs differ first on any rank; adds to the notes what was not compared."""
         modules = tuple(event.key for event in self.mine.trace.events)
         everyones_modules = self._everyones(modules)
-        alike = all(other == everyones_modules[0] for other in everyones_modules)
+        alike = self._are_alike(everyones_modules)
         if not alike:
             notes.append(
                 "the ranks ran different modules; what was pending a reduction is not compared"
@@ -104,6 +109,19 @@ class _Judged:
         numbered = [event for event in everyones if event is not None]
         earliest = min(numbered, key=lambda event: event[0])[1] if numbered else None
         return _before_the_step(found) or earliest or self._without_event(found)
+
+    def _are_alike(self, everyones: Sequence[Any]) -> bool:
+        """Whether ranks that compute together have found the same: all, or those of each stage."""
+        groups: dict[Any, Any] = {}
+        for index, found in enumerate(everyones):
+            key = self._stages_of(index) if self.mine.part is not None else None
+            if groups.setdefault(key, found) != found:
+                return False
+        return True
+
+    def _stages_of(self, index: int) -> int:
+        """The coordinate along ``pp``, the outermost axis, of a rank by its place in the mesh."""
+        return index * self.mesh.mesh_shape[0] // len(self.mesh.rank_list)
 
     def report_of_error(self, error: Exception, ledger: CommunicationLedger) -> Report:
         told = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
@@ -127,6 +145,7 @@ class _Judged:
             first,
             told,
             notes,
+            is_consequence=is_consequence(error),
             ledger=ledger,
         )
 
@@ -190,7 +209,9 @@ class _Judged:
         mine: Mapping[str, Value],
         scale: float,
     ) -> Iterator[Difference]:
-        for name in dict.fromkeys((*truth, *mine)):
+        # Other stages have the rest of the whole model.
+        names = dict.fromkeys((*truth, *mine) if self.mine.part is None else mine)
+        for name in names:
             if name in truth and name in mine:
                 yield self.compare.difference(
                     kind, name, truth[name], mine[name], scale
@@ -208,18 +229,30 @@ class _Judged:
     # --- where they part
 
     def _first_event(self, *, reduce_pending: bool) -> tuple[int, Parting] | None:
-        true = {event.key: event for event in self.truth.trace.events}
+        true = {
+            event.key: number for number, event in enumerate(self.truth.trace.events)
+        }
         found = None
-        for number, event in enumerate(self.mine.trace.events):
-            twin = true.get(event.key)
-            if twin is None:  # the plan has put a module of its own there
+        for event in self.mine.trace.events:
+            number = true.get(event.key)
+            if number is None:  # the plan has put a module of its own there
                 continue
+            twin = self.truth.trace.events[number]
             wrong = self._parted(
                 twin, event, reduce_pending
             )  # on every rank for every event: it may communicate
-            if wrong is not None and found is None:
-                found = number, _parting(event, wrong)
+            if wrong is not None and (found is None or number < found[0]):
+                found = number, self._parting(event, wrong)
         return found
+
+    def _parting(self, event: Event, wrong: str) -> Parting:
+        part = self.mine.part
+        where = "" if part is None else part.place_of(event.module, event.call)
+        if event.place == "output":
+            return Parting(event.module, "output", wrong, event.call, where=where)
+        callee = event.module or "the model"
+        within = event.within or ""
+        return Parting(within, "input", wrong, event.call, callee, where=where)
 
     def _parted(self, true: Event, mine: Event, reduce_pending: bool) -> str | None:
         if len(true.values) != len(mine.values):
@@ -312,14 +345,6 @@ def _before_the_step(found: Iterable[Difference]) -> Parting | None:
         None
         if wrong is None
         else Parting(_owner(wrong.name), "parameter", str(wrong), parameter=wrong.name)
-    )
-
-
-def _parting(event: Event, wrong: str) -> Parting:
-    if event.place == "output":
-        return Parting(event.module, "output", wrong, event.call)
-    return Parting(
-        event.within or "", "input", wrong, event.call, event.module or "the model"
     )
 
 

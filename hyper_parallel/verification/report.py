@@ -57,10 +57,12 @@ class Parting:
     call: int = 1  # the how-manieth call of the module
     callee: str = ""
     parameter: str = ""
+    where: str = ""  # of a pipeline: the stage and the micro batch
 
     def __str__(self) -> str:
         module = f"module {self.module!r}" if self.module else "the model itself"
         call = f" (call {self.call})" if self.call > 1 else ""
+        call = f" ({self.where})" if self.where else call
         what = {
             "parameter": f"{module}: {self.parameter!r} is another one before the step",
             "input": f"{module}: what its own code hands to {self.callee!r}{call}",
@@ -86,6 +88,7 @@ class Report:
     gaps: tuple[
         str, ...
     ] = ()  # why it says nothing about the plan, or not about all of it
+    is_consequence: bool = False  # whether the error only says that another rank failed
     ledger: Any = field(
         default=None, compare=False
     )  # the CommunicationLedger of this rank's step

@@ -11,20 +11,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.core.modules.absent import named_as_whole
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.verification.stages import Part
 from hyper_parallel.verification.trace import Trace, Value
 
 platform = get_platform()
 
 
 class Task(NamedTuple):
-    """A model, what goes into its loss besides it, and the loss: ``loss(model, *batch)``, one number."""
+    """A model, what goes into its loss besides it, and the loss: ``loss(model, *batch)``, one number.
+
+    ``gap``: why the plan is not tested by this, where that is known. With ``part``, of a pipeline, the loss comes with
+    the gradients.
+    """
 
     model: Any
     batch: Sequence[Any]
     loss: Callable[..., Any]
-    gap: str = ""  # why the plan is not tested by this, where that is known
+    gap: str = ""
+    part: Part | None = None
 
 
 @dataclass
@@ -39,18 +46,18 @@ class Step:
     random: bytes = b""  # the state of the generator after forward
     drew: bool = False  # whether forward drew random numbers
     error: Exception | None = None
+    part: Part | None = None
 
 
 def run(task: Task, seed: int) -> Step:
     """One step, in which everything is drawn from one seed."""
-    step = Step(Trace(task.model))
+    step = Step(Trace(task.model, task.part), part=task.part)
     step.parameters = {
-        name: Value.of(one)
-        for name, one in platform.parameters_dict(task.model).items()
+        name: Value.of(one) for name, one in named_as_whole(task.model).items()
     }
     seed_all(seed)
     try:
-        gradients = _gradients(task.model, lambda: _forward(task, step))
+        gradients = _gradients(task, lambda: _forward(task, step))
     except Exception as error:  # noqa: BLE001 - whatever the model raises is what was found
         step.error = error
         return step
@@ -82,9 +89,12 @@ def _forward(task: Task, step: Step) -> Any:
     return loss
 
 
-def _gradients(model: Any, loss_of: Callable[[], Any]) -> dict[str, Any]:
+def _gradients(task: Task, loss_of: Callable[[], Any]) -> dict[str, Any]:
     """The gradients of a loss by the names of the parameters."""
-    parameters = platform.parameters_dict(model)
+    parameters = named_as_whole(task.model)
+    if task.part is not None:
+        loss_of()
+        return {name: platform.gradient_of(one) for name, one in parameters.items()}
     if hasattr(platform.Tensor, "backward"):
         loss_of().backward()
         return {name: one.grad for name, one in parameters.items()}

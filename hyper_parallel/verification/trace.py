@@ -17,8 +17,10 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.modules.blocks import modules_by_name
 from hyper_parallel.core.modules.boundary import attach
 from hyper_parallel.platform import get_platform
+from hyper_parallel.verification.stages import Part
 
 platform = get_platform()
 
@@ -67,23 +69,21 @@ class Event:
 
 
 class Trace:
-    """Records a model's calls while it is entered."""
+    """Records a model's calls while it is entered; of a pipeline's stages those of their modules, by micro batch."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, part: Part | None = None) -> None:
         self.events: list[Event] = []
         self.running: list[
             tuple[str, int]
         ] = []  # (module, call), the innermost last; what raised is still there
-        self._model = model
+        self._model, self._part = model, part
         self._calls: Counter[str] = Counter()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Trace:
-        # A module that is wrapped for recompute shares its name with the wrapper, which comes first.
-        outermost: dict[str, Any] = {}
-        for name, module in platform.get_cells_and_names(self._model):
-            outermost.setdefault(name, module)
-        for name, module in outermost.items():
+        part = self._part
+        watched = modules_by_name(self._model) if part is None else part.modules
+        for name, module in watched.items():
             self._watch(name, module)
         return self
 
@@ -93,7 +93,7 @@ class Trace:
 
     def _watch(self, name: str, module: Any) -> None:
         def enter(_: Any, args: Any, kwargs: Any) -> None:
-            self._calls[name] += 1
+            self._calls[name] = self._number_of_call(name)
             self._record("input", name, self._calls[name], (args, kwargs))
             self.running.append((name, self._calls[name]))
 
@@ -109,6 +109,9 @@ class Trace:
         # The trace is the outermost phase: it records inputs and outputs as the caller sees them.
         handle = attach(module, "trace", enter=enter, leave=leave, source="verify")
         self._handles.append(handle)
+
+    def _number_of_call(self, name: str) -> int:
+        return self._calls[name] + 1 if self._part is None else self._part.micro() + 1
 
     def _record(self, place: str, name: str, call: int, tree: Any) -> None:
         within = self.running[-1][0] if self.running else None

@@ -5,6 +5,7 @@ import frame
 import pytest
 
 from hyper_parallel.core.pipeline_parallel import (
+    CommComputeOverlap,
     PipelineStage,
     SharedParameterInfo,
     get_schedule_class,
@@ -53,6 +54,11 @@ class Last(Layer):
 
 def new_layers(count):
     layers = [First(), *(Layer() for _ in range(count - 2)), Last()]
+    fill(layers)
+    return layers
+
+
+def fill(layers):
     for number, layer in enumerate(layers):
         for seed, parameter in enumerate(frame.cells(layer)[0].values()):
             values = frame.draw(*parameter.shape, seed=10 * number + seed)
@@ -60,7 +66,6 @@ def new_layers(count):
                 platform.copy_into(
                     parameter, frame.tensor(values.astype("float32") / 2)
                 )
-    return layers
 
 
 def batch(seed=0):
@@ -140,6 +145,25 @@ def test_training_equals_one_process(name, chunks):
         evaluated = schedule.eval(x)
         if rank == 1:
             close(evaluated, frame.array(output))
+
+
+@on_ranks(2)
+def test_the_norm_of_all_stages_is_clipped():
+    rank = platform.get_rank()
+    alone, piped = new_layers(2), new_layers(2)
+    schedule = get_schedule_class("1F1B")(
+        PipelineStage(piped[rank], rank, 2), MICROS, mse
+    )
+    forget(alone), forget(piped)
+    x, y = batch()
+    run_alone(alone, x, y)
+    schedule.step(x, target=y)
+    norm = platform.clip_grad_norm_(parameters_of(alone), 0.1)
+    close(schedule.clip_grad_norm_(0.1), frame.array(norm))
+    for mine, other in zip(
+        parameters_of([piped[rank]]), parameters_of([alone[rank]]), strict=True
+    ):
+        close(frame.grad(mine), frame.array(frame.grad(other)))
 
 
 class Loss(Last):
@@ -244,6 +268,40 @@ def test_an_error_on_one_rank_is_an_error_on_all():
             assert frame.grad(parameters_of([layers[rank]])[0]) is not None
 
 
+class Experts(Layer):
+    """Its tokens go somewhere and come back."""
+
+    def __init__(self, overlap):
+        super().__init__()
+        self.dispatch = overlap.wrap_dispatch(lambda x: x * 2)
+        self.combine = overlap.wrap_combine(lambda x: x / 2)
+
+    def forward(self, x):
+        return x + self.combine(frame.tanh(self.linear(self.dispatch(x))))
+
+    construct = forward
+
+
+@on_ranks(2)
+def test_pairs_take_turns():
+    rank, found = platform.get_rank(), []
+    for overlap in (CommComputeOverlap(enabled=False), CommComputeOverlap()):
+        experts = [Experts(overlap) for _ in range(4)]
+        fill(experts)
+        stages = [PipelineStage(experts[n], n, 4) for n in sorted({rank, 3 - rank})]
+        schedule = get_schedule_class("DualPipeV")(stages, 5, mse, overlap=overlap)
+        assert "OVERLAP_F_B" in str(schedule.exec_order[rank])
+        forget(experts)
+        x, y = (platform.cat([one] * 5, 0) for one in batch())
+        losses = []
+        for _ in range(2):
+            schedule.step(x, target=y, losses=losses)
+        own = parameters_of([stage.submodule for stage in stages])
+        found.append([*losses, *map(frame.grad, own)])
+    for value, other in zip(*found, strict=True):
+        frame.equal(value, frame.array(other), 0)
+
+
 class Twice(Layer):
     """Sends its result twice."""
 
@@ -265,7 +323,7 @@ class Sum(Layer):
 
 @on_ranks(2)
 def test_two_inputs_of_one_gradient():
-    """MindSpore has no kernel on a CPU that copies a gradient for a second leaf; docs/pipeline-parallel.md says so."""
+    """MindSpore has no kernel on a CPU that copies a gradient for a second leaf."""
     rank = platform.get_rank()
     alone, piped = [Twice(), Sum()], [Twice(), Sum()]
     for layers in (alone, piped):
@@ -278,11 +336,22 @@ def test_two_inputs_of_one_gradient():
     forget([*alone, *piped])
     x, y = batch()
     run_alone(alone, x, y)
-    if not frame.IS_TORCH:
-        with pytest.raises(PipelineError, match="Clone"):
-            schedule.step(x, target=y)
-        return
     schedule.step(x, target=y)
     pairs = zip(parameters_of([piped[rank]]), parameters_of([alone[rank]]), strict=True)
     for mine, other in pairs:
         close(frame.grad(mine), frame.grad(other))
+
+
+@on_ranks(2)
+def test_step_within_no_grad_points_to_eval():
+    rank = platform.get_rank()
+    layers = new_layers(2)
+    stage = PipelineStage(layers[rank], rank, 2)
+    schedule = get_schedule_class("1F1B")(stage, MICROS, mse)
+    x, y = batch()
+    for method in (schedule.step, schedule.run):
+        with platform.no_grad(), pytest.raises(RuntimeError, match=r"eval\(\).*HP485"):
+            method(x)
+    with platform.no_grad():
+        schedule.eval(x)
+    schedule.step(x, target=y)

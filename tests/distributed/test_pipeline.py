@@ -4,6 +4,9 @@
 import copy
 
 import torch
+from pipeline_models import Pair, layers
+from pipeline_models import batch as batch_of
+from thorough import THOROUGH
 from torch import nn
 
 from hyper_parallel.core.pipeline_parallel import (
@@ -116,7 +119,7 @@ ONE_CHUNK = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
 @on_ranks(2)
 def test_every_schedule__two_ranks():
     for name, kind in SCHEDULES.items():
-        for micros in (1, 2, 3, 5):
+        for micros in range(1, 10) if THOROUGH else (1, 2, 3, 5):
             if micros % kind.micro_multiple == 0:
                 check_step(name, 2, micros)
 
@@ -124,9 +127,22 @@ def test_every_schedule__two_ranks():
 @on_ranks(4)
 def test_every_schedule__four_ranks():
     for name, kind in SCHEDULES.items():
-        for micros in (2, 7, 8):
+        for micros in range(1, 10) if THOROUGH else (2, 7, 8):
             if micros % kind.micro_multiple == 0:
                 check_step(name, 2, micros, steps=1)
+
+
+@on_ranks(4)
+def test_every_schedule__three_of_four_ranks():
+    group = torch.distributed.new_group([0, 1, 2])
+    if torch.distributed.get_rank() == 3:
+        return
+    for name, kind in SCHEDULES.items():
+        if kind.style == "bidirectional":  # needs an even number of ranks
+            continue
+        for micros in range(1, 10) if THOROUGH else (1, 4):
+            pair = Pair(layers(3 * (kind.chunks or 2)), name, micros, group=group)
+            pair.step(*batch_of(2 * micros))
 
 
 @on_ranks(2)

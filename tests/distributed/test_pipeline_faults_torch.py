@@ -8,6 +8,8 @@ import torch
 from pipeline_models import Layer, Pair, batch, close, layers, mse, new
 
 from hyper_parallel.core.pipeline_parallel import (
+    MetaStepType,
+    PipelineContext,
     PipelineScheduleRuntime,
     PipelineStage,
     Schedule1F1B,
@@ -298,11 +300,16 @@ def test_a_function_in_place_of_a_type_of_action():
     pair = Pair(layers(2))
     x, y = batch()
     calls = []
-    from hyper_parallel.core.pipeline_parallel import MetaStepType
 
     def forward(step, context):
+        assert isinstance(context, PipelineContext)
+        assert context.schedule is pair.schedule.schedule
+        assert list(context.stages) == pair.own
+        close(context.arg_mbs[step.micro_index][0], x.chunk(3)[step.micro_index])
+        assert context.kwarg_mbs == [{}] * 3
+        assert list(context.losses) == (list(range(len(calls))) if pair.rank else [])
+        context.run(step)
         calls.append(str(step))
-        context._forward(step)
 
     pair.schedule.register_custom_function(MetaStepType.FWD, forward)
     pair.step(x, y)
@@ -345,11 +352,8 @@ def test_live_activations_match_formula(name, count):
     assert max(peaks) == count_live(pair.schedule.schedule.orders[pair.rank])
     assert all(stage.passes == {} for stage in pair.stages)
     runtime = pair.schedule._runtime
-    assert not (runtime._outputs)
-    assert not (runtime._handed)
-    assert not (runtime._gradients)
-    assert not (runtime._sent)
-    assert not runtime._mailbox._sends
+    assert runtime._links.is_clear
+    assert not runtime._mailbox._posted
 
 
 @on_ranks(2)

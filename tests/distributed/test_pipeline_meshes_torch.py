@@ -3,7 +3,20 @@
 
 import pytest
 import torch
-from pipeline_models import DIM, Layer, Pair, batch, close, layers, mse, new
+from pipeline_models import (
+    Block,
+    Mlp,
+    Pair,
+    batch,
+    check_whole_gradients,
+    close,
+    layers,
+    mse,
+    new,
+    parallel,
+    shard,
+    whole,
+)
 from torch import nn
 
 from hyper_parallel import (
@@ -17,11 +30,6 @@ from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.fully_shard import fully_shard
 from hyper_parallel.core.pipeline_parallel import PipelineStage, Schedule1F1B
 from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
-from hyper_parallel.core.tensor_parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from hyper_parallel.testing import on_ranks
 
 
@@ -62,26 +70,6 @@ def test_stages_follow_the_order_of_the_group():
 # --- tensor parallel
 
 
-class Mlp(nn.Module):
-    """A layer whose weights are sharded over an axis."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up, self.down = nn.Linear(DIM, 6), nn.Linear(6, DIM)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def parallel(module, mesh):
-
-    parallelize_module(
-        module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    )
-    return module
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "Interleaved1F1B"])
 def test_tensor_parallel_stages(name):
@@ -102,18 +90,6 @@ def test_tensor_parallel_stages(name):
             close(whole(output), torch.cat(outputs))
             close([whole(one) for one in own], losses)
         check_whole_gradients(pair)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def check_whole_gradients(pair):
-    for stage in pair.own:
-        for own, other in zip(
-            pair.piped[stage].parameters(), pair.alone[stage].parameters(), strict=True
-        ):
-            close(whole(own.grad), other.grad)
 
 
 @on_ranks(4)
@@ -204,22 +180,6 @@ def test_a_distributed_tensor_for_a_stage_without_a_mesh():
 
 
 # --- fully_shard
-
-
-class Block(nn.Module):
-    """Two units, one within the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Layer(), Layer()
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def shard(part, mesh, **options):
-    fully_shard(part.first, mesh=mesh, **options)
-    return fully_shard(part, mesh=mesh, **options)
 
 
 FULLY = [("GPipe", 2), ("1F1B", 2), ("ZB-H1", 2), ("Interleaved1F1B", 4), ("ZBV", 4)]

@@ -5,7 +5,18 @@ import copy
 
 import pytest
 import torch
-from pipeline_models import DIM, Layer, Pair, batch, close, layers, new
+from pipeline_models import (
+    DIM,
+    Embed,
+    Head,
+    Layer,
+    Pair,
+    batch,
+    close,
+    layers,
+    new,
+    tied,
+)
 from torch import nn
 
 from hyper_parallel.core.activation_checkpoint import checkpoint
@@ -167,36 +178,6 @@ def test_skip_connection__works_or_refused_at_build():
 
 
 # --- shared parameters
-
-
-class Embed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM))
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight)
-
-
-class Head(Embed):
-    def forward(self, x):
-        return x @ self.weight.t()
-
-
-def tied(schedule, count, micros=4, **options):
-    kinds = [Embed, *[Layer] * (count - 2), Head]
-    parts = new(*kinds)
-    parts[-1].weight = parts[0].weight
-
-    def share(stage, part):
-        if stage not in (0, count - 1):
-            return {}
-        with torch.no_grad():
-            part.weight.mul_(1 + stage)  # the first stage has the right values
-        info = SharedParameterInfo(part.weight, [0, count - 1])
-        return {"shared_parameters": [info]}
-
-    return Pair(parts, schedule, micros, options=share, **options)
 
 
 TIED = [("1F1B", 2), ("ZB-H1", 2), ("Interleaved1F1B", 4), ("ZBV", 4), ("DualPipe", 2)]

@@ -9,11 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.pipeline_parallel.action import MetaStep, MetaStepType
-from hyper_parallel.core.pipeline_parallel.hook_coordinator import HookCoordinator
+from hyper_parallel.core.pipeline_parallel.hook_coordinator import (
+    HookCoordinator,
+    HookRole,
+)
 from hyper_parallel.core.pipeline_parallel.utils import BatchDimSpec
 
 if TYPE_CHECKING:
     from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
+    from hyper_parallel.core.pipeline_parallel.comm_compute_overlap import (
+        CommComputeOverlap,
+    )
+    from hyper_parallel.core.pipeline_parallel.context import PipelineContext
+    from hyper_parallel.core.pipeline_parallel.costs import count_costs, measure_costs
     from hyper_parallel.core.pipeline_parallel.scheduler import (
         PipelineScheduleRuntime,
         Schedule1F1B,
@@ -30,16 +38,22 @@ if TYPE_CHECKING:
         ScheduleZBVZeroBubble,
         get_schedule_class,
     )
+    from hyper_parallel.core.pipeline_parallel.schedules import build_schedule
+    from hyper_parallel.core.pipeline_parallel.split_stage import build_stages
     from hyper_parallel.core.pipeline_parallel.stage import (
         PipelineStage,
         SharedParameterInfo,
     )
+    from hyper_parallel.core.pipeline_parallel.stage_plan import StagePlan, plan_stages
 
 __all__ = [
     "BatchDimSpec",
+    "CommComputeOverlap",
     "HookCoordinator",
+    "HookRole",
     "MetaStep",
     "MetaStepType",
+    "PipelineContext",
     "PipelineError",
     "PipelineScheduleRuntime",
     "PipelineStage",
@@ -56,13 +70,27 @@ __all__ = [
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
     "SharedParameterInfo",
+    "StagePlan",
+    "build_schedule",
+    "build_stages",
+    "count_costs",
     "get_schedule_class",
+    "measure_costs",
+    "plan_stages",
 ]
 
 _HOMES = {
+    "CommComputeOverlap": "comm_compute_overlap",
+    "PipelineContext": "context",
     "PipelineError": "agreement",
     "PipelineStage": "stage",
     "SharedParameterInfo": "stage",
+    "StagePlan": "stage_plan",
+    "build_schedule": "schedules",
+    "build_stages": "split_stage",
+    "count_costs": "costs",
+    "measure_costs": "costs",
+    "plan_stages": "stage_plan",
 }
 
 

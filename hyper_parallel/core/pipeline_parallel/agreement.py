@@ -10,6 +10,7 @@ from typing import Any
 from hyper_parallel.core.pipeline_parallel.action import MetaStep, computations
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.messages import Messages
 
 platform = get_platform()
 
@@ -38,14 +39,12 @@ def gather_words(own: Any, group: Any) -> list[Any]:
 
 
 def agree_on_failures(
-    failure: Any, group: Any, ranks: Sequence[int]
+    failure: Any, messages: Messages, group: Any, ranks: Sequence[int]
 ) -> PipelineError | None:
     """The error that all ranks raise, if an action has failed on any."""
     if len(ranks) == 1:
         return None if failure is None else _explain([[ranks[0], *_say(failure)]])
-    flag = platform.full((1,), int(failure is not None), platform.str_to_dtype("int64"))
-    total = platform.all_reduce(flag.to(platform.device()), group, op="max")
-    if not int(total.item()):
+    if not messages.find_largest(int(failure is not None)):
         return None
     words = gather_words(None if failure is None else _say(failure), group)
     said = [

@@ -17,6 +17,13 @@ from dataclasses import dataclass
 from hyper_parallel.platform.error_codes import coded
 
 
+class HookRole:
+    """What a side does behind a meeting."""
+
+    COMM = "COMM"
+    COMPUTE = "COMPUTE"
+
+
 @dataclass(eq=False)
 class _Meeting:
     """One rendezvous. Its sides hold on to it, so that a later enable() or disable() cannot confuse them."""
@@ -37,8 +44,7 @@ class HookCoordinator:
     other runs on alone. After a failure every meeting raises until it is enabled again.
     """
 
-    COMM = "COMM"
-    COMPUTE = "COMPUTE"
+    COMM, COMPUTE = HookRole.COMM, HookRole.COMPUTE
 
     def __init__(self, timeout: float = 60.0) -> None:
         if not timeout > 0:

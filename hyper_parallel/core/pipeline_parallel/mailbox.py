@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between stages: one tensor of bytes each, with a header that says whether the sender has failed.
 
-    mailbox.send_parcel(message, parcel, parcel.tensors)    starts
+    mailbox.send(message, parcel.known, parcel.tensors)     starts
     mailbox.post(message)                                   starts to receive
     received = mailbox.receive(message)                     waits
 
@@ -16,12 +16,12 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.pipeline_parallel.action import Message
 from hyper_parallel.core.pipeline_parallel.wire import (
-    Parcel,
+    Known,
     Spec,
     rebuild,
     shard_of,
@@ -29,29 +29,19 @@ from hyper_parallel.core.pipeline_parallel.wire import (
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract.memory import round_up
 from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform.messages import HEADER_BYTES, Messages
 
 platform = get_platform()
 
 # status, which tensors are None, the bytes of the body, the bytes of the description in it
 _HEADER = struct.Struct("<qqqq")
+assert _HEADER.size == HEADER_BYTES
 _FINE, _FAILED, _CHANGED = range(3)
 _MOST_TENSORS = 62  # bits of a header's word
 
 
 class PeerFailedError(RuntimeError):
     """Another rank of the pipeline has failed."""
-
-
-class Known(NamedTuple):
-    """What both sides of a boundary know of its messages."""
-
-    text: str
-    specs: tuple[Spec, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of a message with all tensors."""
-        return round_up(_HEADER.size) + sum(map(_packed_size, self.specs))
 
 
 class Received(NamedTuple):
@@ -65,15 +55,40 @@ class Received(NamedTuple):
         return rebuild(self.known.text, tensors)
 
 
-class Mailbox:
-    """The messages of one rank in a step. ``rank_of(stage, micro)`` is a global rank."""
+class _Route(NamedTuple):
+    """Where a message goes; ``boundary``: what it has in common with those of other micro batches."""
 
-    def __init__(self, group: Any, rank_of: Any, *, dynamic: bool) -> None:
-        self._group, self._rank_of, self._dynamic = group, rank_of, dynamic
+    peer: int
+    tag: int
+    boundary: tuple[bool, int, int]
+
+
+class Mailbox:
+    """The messages of ``rank`` in a step. ``rank_of(stage, micro)`` is a global rank."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        rank: int,
+        rank_of: Callable[[int, int], int],
+        *,
+        dynamic: bool,
+    ) -> None:
+        self._messages, self._dynamic = messages, dynamic
+        self._rank, self._rank_of = rank, rank_of
         self._known: dict[tuple[bool, int, int], Known] = {}  # agreed on in a step
         self._new: dict[tuple[bool, int, int], Known] = {}  # in the running step
-        self._sends: list[tuple[Any, Any]] = []
-        self._posted: dict[Message, tuple[Any, Any]] = {}
+        self._posted: set[Message] = set()
+        self._routes: dict[Message, _Route] = {}
+
+    def _route(self, message: Message) -> _Route:
+        route = self._routes.get(message)
+        if route is None:
+            source = self._rank_of(message.source, message.micro)
+            target = self._rank_of(message.target, message.micro)
+            peer = target if source == self._rank else source
+            route = self._routes[message] = _Route(peer, _tag(message), message[:3])
+        return route
 
     # --- a step
 
@@ -86,23 +101,19 @@ class Mailbox:
     def forget_step(self) -> None:
         """Forgets what a failed step has described."""
         self._new = {}
-        self._posted = {}
+        self._posted = set()
 
     def wait_for_sends(self) -> None:
         """Waits until everything that was sent has left."""
-        sends, self._sends = self._sends, []
-        for handle, _ in sends:
-            handle.wait()
+        self._messages.flush()
 
     def drop_finished(self) -> None:
         """Frees the memory of sends that are complete."""
-        self._sends = [one for one in self._sends if not one[0].is_completed()]
+        self._messages.drop_finished()
 
     # --- sending
 
-    def send_parcel(
-        self, message: Message, parcel: Parcel | Known, tensors: Sequence[Any]
-    ) -> None:
+    def send(self, message: Message, given: Known, tensors: Sequence[Any]) -> None:
         """Starts to send tensors, some of which may be None, as what they are described as."""
         if len(tensors) > _MOST_TENSORS:
             raise coded(
@@ -110,97 +121,92 @@ class Mailbox:
                 "HP481",
                 f"pipeline: {len(tensors)} tensors between two stages; the most are {_MOST_TENSORS}",
             )
-        mask = sum(1 << place for place, one in enumerate(tensors) if one is None)
-        present = [shard_of(one) for one in tensors if one is not None]
-        known = self._known.get(_boundary(message))
-        if not self._fits_earlier(message, parcel):
+        route = self._route(message)
+        known = self._known.get(route.boundary)
+        if not self._fits_earlier(route, given):
             self.fail(message, _CHANGED)
-            raise self._explain_change(message, parcel)
+            raise self._explain_change(message, given)
+        present = [shard_of(one) for one in tensors if one is not None]
+        mask = 0
+        if len(present) < len(tensors):
+            mask = sum(1 << place for place, one in enumerate(tensors) if one is None)
         if known is None:
-            self._send_described(message, parcel, mask, present)
+            self._send_described(route, given, mask, present)
             return
         if mask:  # as many bytes as all of them
             present = [
                 _zeros_like(spec) if one is None else shard_of(one)
                 for spec, one in zip(known.specs, tensors, strict=True)
             ]
-        self._start(message, platform.pack_bytes(_pack(_FINE, mask), present))
+        self._messages.send(route.peer, route.tag, _pack(_FINE, mask), present)
 
     def _send_described(
-        self, message: Message, parcel: Parcel | Known, mask: int, present: list[Any]
+        self, route: _Route, given: Known, mask: int, present: list[Any]
     ) -> None:
-        description = encode(parcel)
-        body = platform.pack_bytes(description, present)
-        header = _pack(_FINE, mask, int(body.shape[0]), len(description))
-        self._start(message, platform.pack_bytes(header, []))
-        self._start(message, body)
+        description = encode(given)
+        body = [platform.pack_bytes(description, []), *present]
+        length = sum(round_up(int(one.nbytes)) for one in body)
+        header = _pack(_FINE, mask, length, len(description))
+        self._messages.send(route.peer, route.tag, header, [])
+        self._messages.send(route.peer, route.tag, header, body)
 
-    def _fits_earlier(self, message: Message, parcel: Parcel | Known) -> bool:
+    def _fits_earlier(self, route: _Route, given: Known) -> bool:
         """Whether a message is like the first one of its boundary, which it may be itself."""
         if self._dynamic:
             return True
-        boundary = _boundary(message)
-        given = Known(parcel.text, parcel.specs)
-        known = self._known.get(boundary)
+        known = self._known.get(route.boundary)
         if known is None:
-            known = self._new.setdefault(boundary, given)
+            known = self._new.setdefault(route.boundary, given)
         return given == known
 
-    def _explain_change(self, message: Message, parcel: Parcel | Known) -> Exception:
-        boundary = _boundary(message)
+    def _explain_change(self, message: Message, given: Known) -> Exception:
+        boundary = self._route(message).boundary
         known = self._known.get(boundary) or self._new[boundary]
-        return _explain_change(message, known, parcel)
+        return _explain_change(message, known, given)
 
     def fail(self, message: Message, status: int = _FAILED) -> None:
         """Tells the other side that what it waits for does not come."""
-        known = self._known.get(_boundary(message))
-        filling = [] if known is None else [_new_bytes(known.nbytes - _HEADER.size)]
-        self._start(message, platform.pack_bytes(_pack(status), filling))
-
-    def _start(self, message: Message, packed: Any) -> None:
-        target = self._rank_of(message.target, message.micro)
-        tag = _tag(message)
-        self._sends.append((platform.isend(packed, target, self._group, tag), packed))
+        route = self._route(message)
+        known = self._known.get(route.boundary)
+        filling = [] if known is None else [_new_bytes(_count_bytes(known.specs))]
+        self._messages.send(route.peer, route.tag, _pack(status), filling)
 
     # --- receiving
 
     def post(self, message: Message) -> None:
         """Starts to receive: the message, or the header of one that describes itself."""
-        known = self._known.get(_boundary(message))
-        buffer = _new_bytes(_HEADER.size if known is None else known.nbytes)
-        self._posted[message] = (self._receive_into(message, buffer), buffer)
+        route = self._route(message)
+        known = self._known.get(route.boundary)
+        nbytes = 0 if known is None else _count_bytes(known.specs)
+        self._messages.expect(route.peer, route.tag, nbytes)
+        self._posted.add(message)
 
     def is_posted(self, message: Message) -> bool:
         """Whether a message is being received."""
         return message in self._posted
 
-    def _receive_into(self, message: Message, buffer: Any) -> Any:
-        source = self._rank_of(message.source, message.micro)
-        return platform.irecv(buffer, source, self._group, _tag(message))
-
     def receive(self, message: Message) -> Received:
         """Waits for a message that was posted; raises if its sender has failed."""
         received = self._finish(message)
-        if not self._fits_earlier(message, received.known):
+        if not self._fits_earlier(self._route(message), received.known):
             raise self._explain_change(message, received.known)
         return received
 
     def _finish(self, message: Message) -> Received:
-        handle, buffer = self._posted.pop(message)
-        handle.wait()
-        status, mask, length, described = _unpack(buffer)
+        self._posted.remove(message)
+        route = self._route(message)
+        header, body = self._messages.receive(route.peer, route.tag)
+        status, mask, length, described = _HEADER.unpack(header)
         if status != _FINE:
             raise _explain_status(message, status)
-        known = self._known.get(_boundary(message))
-        start = _HEADER.size
-        if known is None:
-            buffer = _new_bytes(length)
-            self._receive_into(message, buffer).wait()
-            known, start = decode(buffer, described), described
-            return Received(
-                known, _take(buffer, start, known.specs, mask, packed=False)
-            )
-        return Received(known, _take(buffer, start, known.specs, mask, packed=True))
+        known = self._known.get(route.boundary)
+        if known is not None:
+            return Received(known, _take(body, 0, known.specs, mask, packed=True))
+        self._messages.expect(route.peer, route.tag, length)
+        _, body = self._messages.receive(route.peer, route.tag)
+        known = decode(body, described)
+        tensors = _take(body, described, known.specs, mask, packed=False)
+        return Received(known, tensors)
 
     def discard(self, message: Message) -> Known | None:
         """Waits for a message that nobody needs any more; returns its description, None if its sender has failed."""
@@ -216,9 +222,11 @@ class Mailbox:
 
 
 def _take(
-    buffer: Any, start: int, specs: Sequence[Spec], mask: int, *, packed: bool
+    buffer: Any, start: int, specs: tuple[Spec, ...], mask: int, *, packed: bool
 ) -> list[Any]:
     """The tensors of a message; those that are None have no bytes unless all are ``packed``."""
+    if not mask:
+        return platform.unpack_bytes(buffer, start, _shapes_of(specs))
     is_none = [bool(mask >> place & 1) for place in range(len(specs))]
     present = [
         (spec.dtype, spec.shape)
@@ -236,10 +244,6 @@ def _take(
 # --- bytes
 
 
-def _boundary(message: Message) -> tuple[bool, int, int]:
-    return message.is_forward, message.source, message.target
-
-
 def _tag(message: Message) -> int:
     """A number that no other message under way between two ranks has."""
     place = (message.micro << 16) | (message.source << 8) | message.target
@@ -248,11 +252,6 @@ def _tag(message: Message) -> int:
 
 def _pack(status: int, mask: int = 0, length: int = 0, described: int = 0) -> bytes:
     return _HEADER.pack(status, mask, length, described)
-
-
-def _unpack(buffer: Any) -> tuple[int, int, int, int]:
-    status, mask, length, described = _HEADER.unpack(_read(buffer, _HEADER.size))
-    return status, mask, length, described
 
 
 def _read(buffer: Any, size: int) -> bytes:
@@ -266,6 +265,17 @@ def _new_bytes(size: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
+def _shapes_of(specs: tuple[Spec, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The dtype and the shape of each tensor."""
+    return tuple((spec.dtype, spec.shape) for spec in specs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _count_bytes(specs: tuple[Spec, ...]) -> int:
+    """The bytes of a message with all tensors."""
+    return sum(map(_packed_size, specs))
+
+
 def _packed_size(spec: Spec) -> int:
     empty = platform.empty((0,), platform.str_to_dtype(spec.dtype))
     return round_up(math.prod(spec.shape) * platform.get_element_size(empty))
@@ -276,9 +286,9 @@ def _zeros_like(spec: Spec) -> Any:
     return platform.zeros(spec.shape, dtype, platform.device())
 
 
-def encode(parcel: Parcel | Known) -> bytes:
+def encode(given: Known) -> bytes:
     """The description of a message."""
-    return json.dumps([parcel.text, parcel.specs]).encode()
+    return json.dumps([given.text, given.specs]).encode()
 
 
 def decode(buffer: Any, size: int) -> Known:
@@ -296,18 +306,16 @@ def decode(buffer: Any, size: int) -> Known:
 # --- errors
 
 
-def _explain_change(
-    message: Message, known: Known, parcel: Parcel | Known
-) -> Exception:
+def _explain_change(message: Message, known: Known, given: Known) -> Exception:
     return coded(
         ValueError,
         "HP482",
-        f"pipeline: stage {message.source} sends {_show(parcel)} to stage {message.target} for micro batch "
+        f"pipeline: stage {message.source} sends {_show(given)} to stage {message.target} for micro batch "
         f"{message.micro}, but sent {_show(known)} before; pass dyn_shape=True to the stages if shapes change",
     )
 
 
-def _show(known: Parcel | Known) -> str:
+def _show(known: Known) -> str:
     tensors = [f"{spec.dtype}{list(spec.shape)}" for spec in known.specs]
     return ", ".join(tensors) or "no tensors"
 

@@ -85,8 +85,8 @@ class Divider:
         step = -(-size // self._count)
         has_pieces = size > step * (self._count - 1)
         if size % self._count == 0 or (self._allows_uneven and has_pieces):
-            micros = range(self._count)
-            return [platform.chunk(tensor, dim, self._count, one) for one in micros]
+            pieces: list[Any] = platform.chunks(tensor, dim, self._count)
+            return pieces
         raise coded(
             ValueError,
             "HP480",
@@ -97,6 +97,8 @@ class Divider:
 
 def _refill(tree: Any, tensors: Sequence[Any]) -> Any:
     """The same structure with other tensors."""
+    if platform.is_tensor(tree):
+        return tensors[0]
     following = iter(tensors)
     return platform.apply_to_tensors(lambda _: next(following), tree)
 
@@ -142,6 +144,10 @@ def _average(numbers: Sequence[Any]) -> Any:
 
 def tensors_of(tree: Any) -> list[Any]:
     """All tensors of nested containers."""
+    if platform.is_tensor(tree):
+        return [tree]
+    if type(tree) in (tuple, list) and all(map(platform.is_tensor, tree)):
+        return list(tree)
     tensors: list[Any] = []
 
     def note(tensor: Any) -> Any:

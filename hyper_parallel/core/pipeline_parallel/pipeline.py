@@ -101,7 +101,9 @@ def _describe(
         "schedule": name,
         "dyn_shape": any(stage.dyn_shape for stage in stages),
         "has_backward": all(stage.has_backward for stage in stages),
-        "is_sharded": any(ShardedStage(one.submodule).is_sharded for one in stages),
+        "is_sharded": any(
+            ShardedStage(one.modules, one.submodule).is_sharded for one in stages
+        ),
         "seed": platform.draw_seed(),
     }
 

@@ -12,9 +12,10 @@ used again.
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,15 @@ from hyper_parallel.core.pipeline_parallel.action import (
     message_of,
 )
 from hyper_parallel.core.pipeline_parallel.agreement import agree_on_failures
+from hyper_parallel.core.pipeline_parallel.comm_compute_overlap import (
+    CommComputeOverlap,
+)
+from hyper_parallel.core.pipeline_parallel.context import PipelineContext
+from hyper_parallel.core.pipeline_parallel.links import Cell, Link, Links
 from hyper_parallel.core.pipeline_parallel.mailbox import (
-    Known,
     Mailbox,
     PeerFailedError,
+    Received,
 )
 from hyper_parallel.core.pipeline_parallel.micro_batches import tensors_of
 from hyper_parallel.core.pipeline_parallel.orders import Schedule
@@ -41,12 +47,15 @@ from hyper_parallel.core.pipeline_parallel.stage import PipelineStage
 from hyper_parallel.core.pipeline_parallel.wire import (
     Spec,
     describe,
+    describe_gradients,
+    find_trained,
     place,
     shard_of,
 )
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import code_of
 from hyper_parallel.platform.errors import CommunicationError
+from hyper_parallel.platform.messages import BackendMessages, Messages
 
 platform = get_platform()
 
@@ -84,44 +93,36 @@ class Runtime:
         stages: Mapping[int, PipelineStage],
         group: Any,
         ranks: Sequence[int],
+        overlap: CommComputeOverlap | None = None,
     ) -> None:
+        self._overlap = overlap
         self.schedule, self._rank, self._stages = schedule, rank, dict(stages)
         self._group, self._ranks = group, list(ranks)
         self.trace: list[MetaStep] = []
-        self.custom: dict[StepType, Callable[[MetaStep, Any], None]] = {}
+        self.running: MetaStep | None = None
+        self.seconds = 0.0  # of the last step
+        self.idle_seconds = 0.0  # those of them in which this rank waited for others
+        self.custom: dict[StepType, Callable[[MetaStep, PipelineContext], None]] = {}
         dynamic = any(stage.dyn_shape for stage in stages.values())
+        self._messages: Messages = BackendMessages(platform, group)
+        if len(ranks) > 1:
+            self._messages = platform.connect_messages(group)
         self._boxes = {
-            is_trained: Mailbox(group, self._global_rank, dynamic=dynamic)
+            is_trained: Mailbox(
+                self._messages, self._ranks[rank], self._global_rank, dynamic=dynamic
+            )
             for is_trained in (True, False)
         }
         self._mailbox = self._boxes[True]
         self._sharded = {
-            number: ShardedStage(stage.submodule) for number, stage in stages.items()
+            number: ShardedStage(stage.modules, stage.submodule)
+            for number, stage in stages.items()
         }
         self._step = Step((), ())
-        self._clear()
-        self._handlers: dict[StepType, Callable[[MetaStep], None]] = {
-            _Kind.FWD: self._forward,
-            _Kind.BWD: self._backward,
-            _Kind.BWD_INPUT: self._backward_input,
-            _Kind.BWD_WEIGHT: self._backward_weight,
-            _Kind.FWD_SEND: self._send_output,
-            _Kind.FWD_RECV: self._post,
-            _Kind.BWD_SEND: self._send_gradient,
-            _Kind.BWD_RECV: self._post,
-            _Kind.OVERLAP_F_B: self._run_parts,
-            _Kind.OVERLAP_B_F: self._run_parts,
-            _Kind.FSDP_UNSHARD: lambda step: self._sharded_of(step).gather(),
-            _Kind.FSDP_RESHARD: lambda step: self._sharded_of(step).free(),
-            _Kind.FSDP_REDUCE_GRAD: lambda step: self._sharded_of(step).reduce(),
-        }
-
-    def _clear(self) -> None:
-        self._sent: dict[Message, Known] = {}  # what forward has handed to others
-        self._handed: dict[Message, Any] = {}  # what is handed over on this rank
-        self._outputs: dict[tuple[int, int], Any] = {}
-        self._gradients: dict[Message, list[Any]] = {}  # of inputs, until they are sent
-        self._counts: dict[tuple[int, int], list[int]] = {}  # inputs by source
+        self._seeded: Callable[[int], AbstractContextManager[Any]] = platform.seeded
+        self._links = Links(schedule, rank, self._stages)
+        # The work of an order, by its identity; the order is kept, so that no other gets that.
+        self._jobs: dict[int, tuple[Sequence[MetaStep], list[_Job]]] = {}
 
     def _global_rank(self, stage: int, micro: int) -> int:
         return self._ranks[self.schedule.mapping.rank_of(stage, micro)]
@@ -135,23 +136,67 @@ class Runtime:
         for sharded in self._sharded.values():
             sharded.prepare(keeps_whole=keeps_whole)
 
+    def _find_jobs(self, order: Sequence[MetaStep]) -> list[_Job]:
+        """What the actions of an order do."""
+        found = self._jobs.get(id(order))
+        if found is None:
+            jobs = [self._find_job(step) for step in order]
+            found = self._jobs[id(order)] = order, jobs
+        return found[1]
+
+    def _find_job(self, step: MetaStep) -> _Job:
+        """A function, and the one argument that it takes."""
+        on_cells: dict[StepType, Callable[[Cell], None]] = {
+            _Kind.FWD: self._forward,
+            _Kind.BWD: self._backward,
+            _Kind.BWD_INPUT: self._backward_input,
+            _Kind.BWD_WEIGHT: self._backward_weight,
+        }
+        on_links: dict[StepType, Callable[[Link], None]] = {
+            _Kind.FWD_SEND: self._send_output,
+            _Kind.FWD_RECV: self._post_output,
+            _Kind.BWD_SEND: self._send_gradient,
+            _Kind.BWD_RECV: self._post_gradient,
+        }
+        on_stages: dict[StepType, Callable[[ShardedStage], None]] = {
+            _Kind.FSDP_UNSHARD: ShardedStage.gather,
+            _Kind.FSDP_RESHARD: ShardedStage.free,
+            _Kind.FSDP_REDUCE_GRAD: ShardedStage.reduce,
+        }
+        if step.type in on_cells:
+            return on_cells[step.type], self._links.cell(*_place(step))
+        if step.type in on_links:
+            return on_links[step.type], self._links.link(message_of(step))
+        if step.type in on_stages:
+            return on_stages[step.type], self._sharded_of(step)
+        if step.sub_steps:
+            return self._run_parts, [
+                (one, self._find_job(one)) for one in step.sub_steps
+            ]
+        return self._refuse, step
+
     # --- the loop
 
     def run(self, step: Step, order: Sequence[MetaStep] | None = None) -> Step:
         """Runs one step, by this rank's order in the schedule or another one; raises on all ranks if one fails."""
         self._step, self._mailbox = step, self._boxes[step.is_trained]
         order = self.schedule.orders[self._rank] if order is None else order
-        self.trace = []
-        with self._grad_mode():
+        self.trace, self.idle_seconds = [], 0.0
+        began = time.perf_counter()
+        with self._grad_mode(), platform.reseeding() as self._seeded:
             failure = self._run_order(order)
-        failed = agree_on_failures(failure, self._group, self._ranks)
+        with self._waiting():
+            failed = agree_on_failures(
+                failure, self._messages, self._group, self._ranks
+            )
+        self.seconds = time.perf_counter() - began
         if failed is not None:
             self._reset()
             if step.error is not None:
                 raise step.error
             raise failed from (None if failure is None else failure.error)
         self._mailbox.end_step()
-        self._clear()
+        self._links.clear()
         return step
 
     def _grad_mode(self) -> AbstractContextManager[Any]:
@@ -163,9 +208,11 @@ class Runtime:
             failure = Failure(None, self._step.error)
             self._drain(order, failure)
             return failure
-        for index, step in enumerate(order):
+        for index, (step, job) in enumerate(
+            zip(order, self._find_jobs(order), strict=True)
+        ):
             try:
-                self._run_action(step)
+                self._run_action(step, job)
             except Exception as error:  # noqa: BLE001 - it is raised on all ranks
                 failure = Failure(step, error)
                 try:
@@ -176,16 +223,56 @@ class Runtime:
             self.trace.append(step)
         return None
 
-    def _run_action(self, step: MetaStep) -> None:
-        custom = self.custom.get(step.type)
-        if custom is not None:
-            custom(step, self)
-        else:
-            self._handlers[step.type](step)
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.idle_seconds += time.perf_counter() - began
 
-    def _run_parts(self, step: MetaStep) -> None:
-        for part in step.sub_steps or ():
-            self._run_action(part)
+    def _receive(self, message: Message) -> Received:
+        began = time.perf_counter()
+        try:
+            return self._mailbox.receive(message)
+        finally:
+            self.idle_seconds += time.perf_counter() - began
+
+    def _run_action(self, step: MetaStep, job: _Job) -> None:
+        self.running = step
+        if step.meta_type in self.custom:
+            self.custom[step.meta_type](step, self._make_context())
+        else:
+            function, argument = job
+            function(argument)
+
+    def _run_own(self, step: MetaStep) -> None:
+        function, argument = self._find_job(step)
+        function(argument)
+
+    def _refuse(self, step: MetaStep) -> None:
+        raise KeyError(step.type)
+
+    def _make_context(self) -> PipelineContext:
+        step = self._step
+        return PipelineContext(
+            self.schedule,
+            self._stages,
+            step.args,
+            step.kwargs,
+            step.losses,
+            self._run_own,
+        )
+
+    def _run_parts(self, parts: Sequence[tuple[MetaStep, _Job]]) -> None:
+        if self._overlap is None or not self._overlap.enabled:
+            for part in parts:
+                self._run_action(*part)
+            return
+        forward, backward = sorted(parts, key=lambda one: one[0].type is not _Kind.FWD)
+        self._overlap.run(
+            lambda: self._run_action(*forward), lambda: self._run_action(*backward)
+        )
 
     def _drain(self, rest: Sequence[MetaStep], failure: Failure) -> None:
         """Goes through the rest of an order after a failure."""
@@ -197,14 +284,15 @@ class Runtime:
 
     def _drain_message(self, step: MetaStep) -> None:
         message = message_of(step)
-        if not message.is_forward and step.type in SENDS:
+        link = self._links.link(message)
+        is_backward = not message.is_forward
+        is_send_back = is_backward and step.type in SENDS
+        if is_send_back and self._mailbox.is_posted(link.forward):
             # Whether the other side waits for gradients is known from what it has sent.
-            forward = Message(True, message.target, message.source, message.micro)
-            if self._mailbox.is_posted(forward):
-                known = self._mailbox.discard(forward)
-                if known is not None:
-                    self._sent[forward] = known
-        if self._is_skipped(step) or self._mailbox.is_posted(message):
+            link.known = self._mailbox.discard(link.forward) or link.known
+        if is_backward and _sends_nothing_back(link):
+            return
+        if self._mailbox.is_posted(message):
             return
         if step.type in SENDS:
             self._mailbox.fail(message)
@@ -213,7 +301,7 @@ class Runtime:
 
     def _reset(self) -> None:
         self._mailbox.forget_step()
-        self._clear()
+        self._links.clear()
         for stage in self._stages.values():
             stage.clear_states()
         for sharded in self._sharded.values():
@@ -221,43 +309,53 @@ class Runtime:
 
     # --- forward
 
-    def _forward(self, step: MetaStep) -> None:
-        number, micro = _place(step)
-        stage = self._stages[number]
-        inputs = self._collect_inputs(number, micro)
-        with self._seeded(number, micro):
+    def _forward(self, cell: Cell) -> None:
+        stage, micro, given = cell.stage, cell.micro, self._step
+        inputs = self._collect_inputs(cell)
+        with self._seeded_for(cell):
             output = stage.forward_one_chunk(
-                micro, inputs, self._step.kwargs[micro], keep=self._step.is_trained
+                micro,
+                inputs,
+                given.kwargs[micro],
+                keep=given.is_trained,
+                arguments=given.args[micro],
             )
             if stage.is_last_stage:
                 self._finish_output(stage, micro, output)
-        for message in self.schedule.hand_overs(step):
-            source, target = self.schedule.ends_of(message)
-            if source == target:
-                self._hand_over(message, output)
+        cell.unsent = 0
+        for link in cell.targets:
+            if link.is_local:
+                self._hand_over(link, output)
             else:
-                self._outputs[number, micro] = output
+                cell.output = output
+                cell.unsent += 1
 
-    def _collect_inputs(self, number: int, micro: int) -> tuple[Any, ...]:
-        if not self.schedule.sources[number]:
-            return tuple(self._step.args[micro])
+    def _seeded_for(self, cell: Cell) -> AbstractContextManager[Any]:
+        seed_of = self._step.seed_of
+        if seed_of is None:
+            return nullcontext()
+        return self._seeded(seed_of(cell.number, cell.micro))
+
+    def _collect_inputs(self, cell: Cell) -> tuple[Any, ...]:
+        if not cell.sources:
+            return tuple(self._step.args[cell.micro])
         inputs: list[Any] = []
         counts = []
-        for source in self.schedule.sources[number]:
-            tree = self._take_input(Message(True, source, number, micro))
+        for link in cell.sources:
+            tree = self._take_input(link)
             counts.append(len(tensors_of(tree)))
             inputs += tree if isinstance(tree, tuple) else (tree,)
-        self._counts[number, micro] = counts
+        cell.counts = counts
         return tuple(inputs)
 
-    def _take_input(self, message: Message) -> Any:
-        if message in self._handed:
-            return self._handed.pop(message)
-        received = self._mailbox.receive(message)
-        known = received.known
-        self._sent[message] = known
-        mesh = self._stages[message.target].mesh
-        pairs = zip(received.tensors, known.specs, strict=True)
+    def _take_input(self, link: Link) -> Any:
+        if link.is_local:
+            tree, link.handed = link.handed, None
+            return tree
+        received = self._receive(link.forward)
+        link.known = received.known
+        mesh = self._stages[link.forward.target].mesh
+        pairs = zip(received.tensors, received.known.specs, strict=True)
         return received.tree([self._take_leaf(one, spec, mesh) for one, spec in pairs])
 
     def _take_leaf(self, shard: Any, spec: Spec, mesh: Any) -> Any:
@@ -265,11 +363,10 @@ class Runtime:
             platform.set_requires_grad(shard, True)
         return place(shard, spec, mesh)
 
-    def _hand_over(self, message: Message, output: Any) -> None:
+    def _hand_over(self, link: Link, output: Any) -> None:
         """Hands an output to a stage of this rank, as leaves of a graph of its own."""
-        parcel = describe(output)
-        self._sent[message] = Known(parcel.text, parcel.specs)
-        pairs = iter(zip(parcel.tensors, parcel.specs, strict=True))
+        link.known, tensors = describe(output)
+        pairs = iter(zip(tensors, link.known.specs, strict=True))
 
         def detach(_: Any) -> Any:
             tensor, spec = next(pairs)
@@ -280,7 +377,7 @@ class Runtime:
                 return shard
             return DTensor(shard, tensor.layout, tuple(tensor.shape))
 
-        self._handed[message] = platform.apply_to_tensors(detach, output)
+        link.handed = platform.apply_to_tensors(detach, output)
 
     def _finish_output(self, stage: PipelineStage, micro: int, output: Any) -> None:
         step = self._step
@@ -294,129 +391,107 @@ class Runtime:
             scaled = loss if step.loss_scale == 1 else loss * step.loss_scale
             stage.passes[micro].loss = scaled
 
-    def _seeded(self, number: int, micro: int) -> AbstractContextManager[Any]:
-        seed_of = self._step.seed_of
-        return (
-            nullcontext()
-            if seed_of is None
-            else platform.seeded(seed_of(number, micro))
-        )
-
-    def _send_output(self, step: MetaStep) -> None:
-        message = message_of(step)
-        key = message.source, message.micro
-        parcel = describe(self._outputs[key])
-        self._mailbox.send_parcel(message, parcel, parcel.tensors)
-        self._sent[message] = Known(parcel.text, parcel.specs)
-        if all(
-            Message(True, key[0], target, key[1]) in self._sent
-            for target in self.schedule.targets[key[0]]
-        ):
-            del self._outputs[key]
+    def _send_output(self, link: Link) -> None:
+        cell = link.source
+        assert cell is not None
+        known, tensors = describe(cell.output)
+        self._mailbox.send(link.forward, known, tensors)
+        link.known = known
+        cell.unsent -= 1
+        if not cell.unsent:
+            cell.output = None
         self._mailbox.drop_finished()
 
     # --- backward
 
-    def _backward(self, step: MetaStep) -> None:
-        number, micro = _place(step)
-        outputs, gradients = self._collect_gradients(number, micro)
-        found = self._stages[number].run_backward(micro, outputs, gradients)
-        self._keep_gradients(number, micro, found)
+    def _backward(self, cell: Cell) -> None:
+        outputs, gradients = self._collect_gradients(cell)
+        found = cell.stage.run_backward(cell.micro, outputs, gradients)
+        self._keep_gradients(cell, found)
 
-    def _backward_input(self, step: MetaStep) -> None:
-        number, micro = _place(step)
-        outputs, gradients = self._collect_gradients(number, micro)
-        found = self._stages[number].run_backward_inputs(micro, outputs, gradients)
-        self._keep_gradients(number, micro, found)
+    def _backward_input(self, cell: Cell) -> None:
+        outputs, gradients = self._collect_gradients(cell)
+        found = cell.stage.run_backward_inputs(cell.micro, outputs, gradients)
+        self._keep_gradients(cell, found)
 
-    def _backward_weight(self, step: MetaStep) -> None:
-        number, micro = _place(step)
-        self._stages[number].run_backward_weights(micro)
+    def _backward_weight(self, cell: Cell) -> None:
+        cell.stage.run_backward_weights(cell.micro)
 
-    def _collect_gradients(
-        self, number: int, micro: int
-    ) -> tuple[list[Any], list[Any]]:
+    def _collect_gradients(self, cell: Cell) -> tuple[list[Any], list[Any]]:
         """(the outputs that backward begins with, their gradients)."""
-        one = self._stages[number].passes[micro]
-        self._outputs.pop((number, micro), None)
-        targets = self.schedule.targets[number]
-        if not targets:
+        one = cell.stage.passes[cell.micro]
+        if not cell.targets:
             losses = tensors_of(one.output if one.loss is None else one.loss)
             losses = [loss for loss in losses if platform.is_recorded(shard_of(loss))]
             return losses, [None] * len(losses)
         outputs = tensors_of(one.output)
         sums: list[Any] = [None] * len(outputs)
-        for target in targets:
-            forward = Message(True, number, target, micro)
-            for index, gradient in self._take_gradients(forward).items():
-                sums[index] = (
-                    gradient if sums[index] is None else sums[index] + gradient
-                )
+        for link in cell.targets:
+            for index, gradient in self._take_gradients(link):
+                earlier = sums[index]
+                sums[index] = gradient if earlier is None else earlier + gradient
         used = [index for index, one in enumerate(sums) if one is not None]
         return [outputs[index] for index in used], [sums[index] for index in used]
 
-    def _take_gradients(self, forward: Message) -> dict[int, Any]:
-        """The gradients that came back for a message, by the position of its tensors."""
-        known = self._sent.pop(forward)
-        places = [index for index, spec in enumerate(known.specs) if spec.requires_grad]
+    def _take_gradients(self, link: Link) -> list[tuple[int, Any]]:
+        """The gradients that came back for an output, with the positions of its tensors."""
+        known, link.known = link.known, None
+        assert known is not None
+        places = find_trained(known.specs)
         if not places:
-            return {}
-        back = Message(False, forward.target, forward.source, forward.micro)
-        source, target = self.schedule.ends_of(back)
-        if source == target:
-            gradients = self._gradients.pop(back)
+            return []
+        if link.is_local:
+            gradients, link.gradients = link.gradients, None
+            specs = [known.specs[index] for index in places]
         else:
-            mesh = self._stages[forward.source].mesh
-            received = self._mailbox.receive(back)
-            pairs = zip(received.tensors, received.known.specs, strict=True)
-            gradients = [
-                None if one is None else place(one, spec, mesh) for one, spec in pairs
-            ]
-        taken = zip(places, gradients, strict=True)
-        return {index: one for index, one in taken if one is not None}
+            received = self._receive(link.back)
+            gradients, specs = received.tensors, list(received.known.specs)
+        assert gradients is not None
+        mesh = self._stages[link.forward.source].mesh
+        return [
+            (index, place(one, spec, mesh))
+            for index, one, spec in zip(places, gradients, specs, strict=True)
+            if one is not None
+        ]
 
-    def _keep_gradients(self, number: int, micro: int, found: Sequence[Any]) -> None:
+    def _keep_gradients(self, cell: Cell, found: Sequence[Any]) -> None:
         """Keeps the gradients of inputs until they are sent to the stages that the inputs came from."""
-        if not self.schedule.sources[number]:
-            return
         start = 0
-        counts = self._counts.pop((number, micro))
-        for source, count in zip(self.schedule.sources[number], counts, strict=True):
-            known = self._sent[Message(True, source, number, micro)]
-            own = zip(found[start : start + count], known.specs, strict=True)
-            gradients = [gradient for gradient, spec in own if spec.requires_grad]
-            self._gradients[Message(False, number, source, micro)] = gradients
+        for link, count in zip(cell.sources, cell.counts, strict=True):
+            assert link.known is not None
+            places = find_trained(link.known.specs)
+            link.gradients = [found[start + index] for index in places]
             start += count
+        cell.counts = []
 
-    def _send_gradient(self, step: MetaStep) -> None:
-        message = message_of(step)
-        gradients = self._gradients.pop(message)
-        if self._is_skipped(step):
+    def _send_gradient(self, link: Link) -> None:
+        gradients, link.gradients = link.gradients, None
+        known = link.known
+        assert gradients is not None
+        assert known is not None
+        if _sends_nothing_back(link):
             return
-        forward = Message(True, message.target, message.source, message.micro)
-        known = self._sent.pop(forward)
-        specs = tuple(
-            spec._replace(requires_grad=False)
-            for spec in known.specs
-            if spec.requires_grad
-        )
-        self._mailbox.send_parcel(message, Known("gradients", specs), gradients)
+        link.known = None
+        self._mailbox.send(link.back, describe_gradients(known.specs), gradients)
         self._mailbox.drop_finished()
 
     # --- messages
 
-    def _post(self, step: MetaStep) -> None:
-        if not self._is_skipped(step):
-            self._mailbox.post(message_of(step))
+    def _post_output(self, link: Link) -> None:
+        self._mailbox.post(link.forward)
 
-    def _is_skipped(self, step: MetaStep) -> bool:
-        """Whether a message is left out: no gradient comes back for what needs none."""
-        message = message_of(step)
-        if message.is_forward:
-            return False
-        forward = Message(True, message.target, message.source, message.micro)
-        known = self._sent.get(forward)
-        return known is not None and not any(one.requires_grad for one in known.specs)
+    def _post_gradient(self, link: Link) -> None:
+        if not _sends_nothing_back(link):
+            self._mailbox.post(link.back)
+
+
+# What an action does: a function, and the one argument that it takes.
+_Job = tuple[Callable[[Any], None], Any]
+
+
+def _sends_nothing_back(link: Link) -> bool:
+    """Whether no gradient comes back for what was handed over, because it needs none."""
+    return link.known is not None and not find_trained(link.known.specs)
 
 
 class Failure:

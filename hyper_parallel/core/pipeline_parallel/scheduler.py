@@ -14,12 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.pipeline_parallel.action import (
     CustomStepType,
     MetaStep,
     MetaStepType,
     StepType,
 )
+from hyper_parallel.core.pipeline_parallel.clipping import clip_over_stages
+from hyper_parallel.core.pipeline_parallel.comm_compute_overlap import (
+    CommComputeOverlap,
+)
+from hyper_parallel.core.pipeline_parallel.context import PipelineContext
 from hyper_parallel.core.pipeline_parallel.fronts import (
     add_send_recv,
     detect_cycle_in_graph,
@@ -84,7 +91,8 @@ class PipelineScheduleRuntime:
     ``loss_fn(output, target, **loss_kwargs)``; with ``scale_grads`` gradients of ``step`` are those of the mean of all
     losses, else of their sum. ``output_merge_spec``: how ``step`` joins outputs. ``overlap_p2p`` is always on:
     receives are posted before they are needed. ``schedule``: the name of a schedule, a ``Schedule``, or the path of a
-    CSV file; classes below have theirs.
+    CSV file; classes below have theirs. ``overlap``: runs the two parts of the pairs of DualPipe and DualPipeV, which
+    else run in order.
     """
 
     schedule_name = "1F1B"
@@ -106,6 +114,7 @@ class PipelineScheduleRuntime:
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
         keep_parameters_whole: bool = True,
+        overlap: CommComputeOverlap | None = None,
     ) -> None:
         if callable(args_batch_dim):
             args_batch_dim, loss_fn = None, args_batch_dim
@@ -133,6 +142,7 @@ class PipelineScheduleRuntime:
             {stage.stage_index: stage for stage in self.stages},
             self._pipeline.group,
             self._pipeline.ranks,
+            overlap,
         )
         self._shared = SharedParameters(self._pipeline, self.stages)
         self._steps = 0
@@ -168,6 +178,27 @@ class PipelineScheduleRuntime:
     def trace(self) -> list[MetaStep]:
         """The actions that this rank has run in the last step."""
         return list(self._runtime.trace)
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro batch of the action that this rank runs, or has run last."""
+        running = self._runtime.running
+        return 0 if running is None else running.micro_index or 0
+
+    @property
+    def idle(self) -> float:
+        """The part of the last step's time, from 0 to 1, in which this rank waited for others."""
+        seconds = self._runtime.seconds
+        return self._runtime.idle_seconds / seconds if seconds else 0.0
+
+    def gather_numbers(self, *numbers: float) -> list[list[float]]:
+        """Numbers of every rank of the pipeline, in its order; all ranks call this."""
+        if self._pipeline.size == 1:
+            return [list(numbers)]
+        own = platform.tensor(np.array([numbers], "float64")).to(platform.device())
+        rows = platform.all_gather_into_tensor(own, self._pipeline.group)
+        gathered: list[list[float]] = platform.tensor_to_numpy(rows).tolist()
+        return gathered
 
     # --- steps
 
@@ -298,11 +329,33 @@ class PipelineScheduleRuntime:
         with self._shared.summed():
             return self._runtime.run(step)
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Any:
+        """Scales the gradients of all stages down to ``max_norm``; returns their total norm before, on every rank.
+
+        Every rank calls it, between ``step`` and the optimizer. Shared parameters count once, sharded ones whole.
+        """
+        parameters = [
+            parameter
+            for stage in self.stages
+            for module in stage.modules
+            for parameter in platform.parameters_dict(module).values()
+        ]
+        return clip_over_stages(
+            self._pipeline,
+            parameters,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            is_counted=self._shared.is_counted,
+        )
+
     def sync_shared_parameters_grad(self) -> None:
         """Does nothing: every step adds up the gradients of parameters that several stages have."""
 
     def register_custom_function(
-        self, step_type: StepType, function: Callable[[MetaStep, Any], None]
+        self, step_type: StepType, function: Callable[[MetaStep, PipelineContext], None]
     ) -> None:
         """Runs ``function(step, context)`` in place of the actions of a type."""
         self._runtime.custom[step_type] = function
@@ -369,15 +422,11 @@ def _count_chunks(name: str, pipeline: Pipeline) -> int | None:
     return pipeline.stages // pipeline.size if kind.chunks is None else kind.chunks
 
 
-_MIXERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-
-
 def _mix(seed: int, stage: int, micro: int) -> int:
     """A seed for the random numbers of a forward, which no schedule changes."""
-    numbers = (seed, stage + 1, micro + 1)
-    mixed = 0
-    for number, mixer in zip(numbers, _MIXERS, strict=True):
-        mixed ^= number * mixer
+    mixed = seed * 0x9E3779B97F4A7C15
+    mixed ^= (stage + 1) * 0xC2B2AE3D27D4EB4F
+    mixed ^= (micro + 1) * 0x165667B19E3779F9
     return mixed % 2**62
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.platform import get_platform
@@ -11,10 +12,17 @@ platform = get_platform()
 
 
 class ShardedStage:
-    """The outermost units of a stage's module; does nothing if there are none."""
+    """The outermost units of a stage; does nothing if there are none.
 
-    def __init__(self, module: Any) -> None:
-        self._units = _find_units(module)
+    ``modules``: those of the stage, in ``whole``, which other stages may have as well. A unit around all of them is
+    that of the stage, if their own ones leave anything to it.
+    """
+
+    def __init__(self, modules: Sequence[Any], whole: Any) -> None:
+        own = [unit for module in modules for unit in _find_units(module)]
+        covered = {id(one) for unit in own for one in _parameters_in(unit)}
+        needed = {id(one) for module in modules for one in _parameters_in(module)}
+        self._units = own if needed <= covered else _find_units(whole)
 
     @property
     def is_sharded(self) -> bool:
@@ -49,6 +57,10 @@ class ShardedStage:
         """Clears away what a failed step has left."""
         for unit in self._units:
             unit.reset_iter_state()
+
+
+def _parameters_in(module: Any) -> Iterable[Any]:
+    return platform.parameters_dict(module).values()
 
 
 def _find_units(module: Any) -> list[Any]:

@@ -8,7 +8,7 @@ with shared.summed():
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,16 +32,20 @@ class SharedParameters:
     """The shared parameters of this rank's stages."""
 
     def __init__(self, pipeline: Pipeline, stages: Sequence[PipelineStage]) -> None:
-        self._all = [
-            *_find_declared(pipeline, stages),
-            *_find_copies(pipeline, stages),
-        ]
+        declared = _find_declared(pipeline, stages)
+        known = {id(parameter) for shared in declared for parameter in shared.own}
+        self._all = [*declared, *_find_copies(pipeline, stages, known)]
         self._groups = [_create_group(shared) for shared in self._all]
         own = (parameter for shared in self._all for parameter in shared.own)
         self._own = list({id(parameter): parameter for parameter in own}.values())
+        self._uncounted = set(_find_uncounted(self._all, pipeline.ranks[pipeline.rank]))
         with platform.no_grad():
             for shared, group in zip(self._all, self._groups, strict=True):
                 _make_equal(shared, group)
+
+    def is_counted(self, parameter: Any) -> bool:
+        """Whether a norm of all parameters has this one here: of shared ones, that of the first stage."""
+        return id(parameter) not in self._uncounted
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -69,35 +73,47 @@ def _find_declared(
             number = counts[owners] = counts.get(owners, -1) + 1
             by_place.setdefault((owners, number), []).append(info.parameter)
     return [
-        _Shared([_find_holder(pipeline, stage) for stage in owners], own)
+        _Shared(
+            [rank for stage in owners for rank in _find_holders(pipeline, stage)], own
+        )
         for (owners, _), own in sorted(by_place.items(), key=lambda one: one[0])
     ]
 
 
-def _find_holder(pipeline: Pipeline, stage: int) -> int:
-    for rank, held in zip(pipeline.ranks, pipeline.holds, strict=True):
-        if stage in held:
-            return rank
-    raise coded(
-        ValueError,
-        "HP483",
-        f"pipeline: a shared parameter names stage {stage}, but there are {pipeline.stages} stages",
-    )
+def _find_holders(pipeline: Pipeline, stage: int) -> list[int]:
+    """The ranks that hold a stage: two if a schedule has one for each direction."""
+    pairs = zip(pipeline.ranks, pipeline.holds, strict=True)
+    ranks = [rank for rank, held in pairs if stage in held]
+    if not ranks:
+        raise coded(
+            ValueError,
+            "HP483",
+            f"pipeline: a shared parameter names stage {stage}, but there are {pipeline.stages} stages",
+        )
+    return ranks
 
 
 def _find_copies(
-    pipeline: Pipeline, stages: Sequence[PipelineStage]
+    pipeline: Pipeline, stages: Sequence[PipelineStage], known: Collection[int]
 ) -> Iterator[_Shared]:
-    """The parameters of stages that two ranks hold, one for each direction of a schedule."""
+    """The parameters of stages that two ranks hold, but those that are shared anyway."""
     for stage in sorted(stages, key=lambda one: one.stage_index):
-        ranks = [
-            rank
-            for rank, held in zip(pipeline.ranks, pipeline.holds, strict=True)
-            if stage.stage_index in held
-        ]
-        if len(ranks) > 1:
-            for parameter in platform.parameters_dict(stage.submodule).values():
-                yield _Shared(ranks, [parameter])
+        ranks = _find_holders(pipeline, stage.stage_index)
+        if len(ranks) == 1:
+            continue
+        for module in stage.modules:
+            for parameter in platform.parameters_dict(module).values():
+                if id(parameter) not in known:
+                    yield _Shared(ranks, [parameter])
+
+
+def _find_uncounted(all_shared: Sequence[_Shared], rank: int) -> Iterator[int]:
+    """The ids of parameters that another rank or another stage of this rank counts."""
+    for shared in all_shared:
+        first, *others = shared.own
+        if rank != shared.ranks[0]:
+            yield id(first)
+        yield from (id(other) for other in others if other is not first)
 
 
 def _create_group(shared: _Shared) -> Any:
@@ -107,12 +123,10 @@ def _create_group(shared: _Shared) -> Any:
 
 def _make_equal(shared: _Shared, group: Any) -> None:
     first, *others = map(shard_of, shared.own)
+    if group is not None:
+        platform.broadcast(first, shared.ranks[0], group)
     for other in others:
         platform.copy_into(other, first)
-    if group is None:
-        return
-    for parameter in shared.own:
-        platform.broadcast(shard_of(parameter), shared.ranks[0], group)
 
 
 def _take_gradient(parameter: Any) -> Any:

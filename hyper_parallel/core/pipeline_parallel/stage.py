@@ -49,6 +49,8 @@ class PipelineStage:
     too; they are made equal when the schedule is built, and get the sum of all gradients.
     """
 
+    takes_arguments = False  # whether a later stage is given the arguments of a step
+
     def __init__(
         self,
         submodule: Any,
@@ -79,6 +81,7 @@ class PipelineStage:
         self.shared_parameters = list(shared_parameters or ())
         self.mesh = mesh if mesh is not None else _find_mesh(submodule)
         self.passes: dict[int, Pass] = {}
+        self.modules = [submodule]  # what the stage computes with
 
     @property
     def is_first_stage(self) -> bool:
@@ -99,17 +102,32 @@ class PipelineStage:
         kwargs: Mapping[str, Any] | None = None,
         *,
         keep: bool = True,
+        arguments: Sequence[Any] = (),
     ) -> Any:
-        """Runs forward for a micro batch; ``keep``: what its backward needs."""
+        """Runs forward for a micro batch.
+
+        ``keep``: what its backward needs. ``arguments``: those of the step, for stages that take them.
+        """
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         if not (keep and self.has_backward):
-            return self.submodule(*args, **kwargs)
-        with platform.tape():
-            output = self.submodule(*args, **kwargs)
+            return self.call_module(args, kwargs, arguments)
         # What the first stage is given belongs to the caller, and gets its gradients in backward as anywhere else.
         inputs = [] if self.is_first_stage else tensors_of(args)
+        with platform.tape():
+            if len(inputs) > 1:
+                args = platform.apply_to_tensors(platform.use_leaf, args)
+            output = self.call_module(args, kwargs, arguments)
         self.passes[micro_index] = Pass(inputs, output)
         return output
+
+    def call_module(
+        self,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        arguments: Sequence[Any],  # noqa: ARG002 - of stages that take them
+    ) -> Any:
+        """Computes the stage's output from what other stages have handed to it."""
+        return self.submodule(*inputs, **kwargs)
 
     def backward_one_chunk(
         self,

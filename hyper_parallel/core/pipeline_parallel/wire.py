@@ -2,9 +2,9 @@
 """What a stage hands to another, in a form without pickle: a description of its structure, and its tensors.
 
     parcel = describe((x, {"mask": None, "step": 3}))
-    parcel.text          '["tuple", [["tensor", 0], ["dict", [["mask", ["none"]], ["step", ["value", 3]]]]]]'
-    parcel.specs         (Spec("float32", (2, 4), requires_grad=True, layout=None),)
-    rebuild(parcel.text, [x])
+    parcel.known.text    '["tuple", [["tensor", 0], ["dict", [["mask", ["none"]], ["step", ["value", 3]]]]]]'
+    parcel.known.specs   (Spec("float32", (2, 4), requires_grad=True, layout=None),)
+    rebuild(parcel.known.text, [x])
 
 A distributed tensor travels as its shard. The other side places it on the mesh of the same axes on which its own
 stage is.
@@ -12,8 +12,10 @@ stage is.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -28,6 +30,9 @@ platform = get_platform()
 _PLAIN = (bool, int, float, str)
 
 
+_ONE_TENSOR = json.dumps(["tensor", 0])
+
+
 class Spec(NamedTuple):
     """A tensor on the wire; of a distributed one, ``shape`` is that of the shard."""
 
@@ -37,19 +42,43 @@ class Spec(NamedTuple):
     layout: str | None  # the global shape, the axes and the placements, as JSON
 
 
-class Parcel(NamedTuple):
-    """The description of a structure, and the tensors in it."""
+class Known(NamedTuple):
+    """The description of a structure: what both sides of a boundary know of its messages."""
 
     text: str
     specs: tuple[Spec, ...]
+
+
+class Parcel(NamedTuple):
+    """The description of a structure, and the tensors in it."""
+
+    known: Known
     tensors: list[Any]
 
 
 def describe(tree: Any) -> Parcel:
     """Takes a structure of tensors, numbers, strings and None apart."""
+    if platform.is_tensor(tree):
+        return Parcel(Known(_ONE_TENSOR, (_spec_of(tree),)), [tree])
     tensors: list[Any] = []
     node = _describe(tree, tensors)
-    return Parcel(json.dumps(node), tuple(map(_spec_of, tensors)), tensors)
+    known = Known(json.dumps(node), tuple(map(_spec_of, tensors)))
+    return Parcel(known, tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def find_trained(specs: tuple[Spec, ...]) -> tuple[int, ...]:
+    """The positions of the tensors for which gradients come back."""
+    return tuple(index for index, spec in enumerate(specs) if spec.requires_grad)
+
+
+@functools.lru_cache(maxsize=4096)
+def describe_gradients(specs: tuple[Spec, ...]) -> Known:
+    """The description of the gradients of what was described."""
+    trained = [specs[index] for index in find_trained(specs)]
+    return Known(
+        "gradients", tuple(spec._replace(requires_grad=False) for spec in trained)
+    )
 
 
 def _describe(tree: Any, tensors: list[Any]) -> list[Any]:
@@ -75,6 +104,8 @@ def _describe(tree: Any, tensors: list[Any]) -> list[Any]:
 
 def rebuild(text: str, tensors: Sequence[Any]) -> Any:
     """The structure that was described, with these tensors."""
+    if text == _ONE_TENSOR:
+        return tensors[0]
     return _rebuild(json.loads(text), tensors)
 
 
@@ -102,33 +133,45 @@ def shard_of(tensor: Any) -> Any:
 
 def _spec_of(tensor: Any) -> Spec:
     shard = shard_of(tensor)
-    dtype = str(shard.dtype).rpartition(".")[2].lower()
+    dtype = _name_dtype(shard.dtype)
     layout = None
     if isinstance(tensor, DTensor):
         names = list(tensor.device_mesh.mesh_dim_names or ())
         placements = [_describe_placement(one) for one in tensor.placements]
         layout = json.dumps([list(map(int, tensor.shape)), names, placements])
     requires_grad = bool(platform.is_recorded(shard))
-    return Spec(dtype, tuple(map(int, shard.shape)), requires_grad, layout)
+    return Spec(dtype, tuple(shard.shape), requires_grad, layout)
+
+
+@functools.cache
+def _name_dtype(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2].lower()
 
 
 def _describe_placement(placement: Placement) -> list[Any]:
-    if type(placement) is Shard:
-        return ["shard", placement.dim]
-    if type(placement) is Replicate:
-        return ["replicate"]
+    if isinstance(placement, (Shard, Replicate)):
+        own = [getattr(placement, one.name) for one in dataclasses.fields(placement)]
+        return [type(placement).__name__, *own]
     raise coded(
         TypeError,
         "HP481",
-        f"pipeline: a stage returned a tensor with the placement {placement!r}; stages hand over tensors with Shard "
-        "and Replicate: redistribute it first",
+        f"pipeline: a stage returned a tensor with the placement {placement!r}; stages hand over tensors that are "
+        "sharded and replicated: redistribute it first",
     )
 
 
-_PLACEMENTS: dict[str, Callable[..., Placement]] = {
-    "shard": Shard,
-    "replicate": Replicate,
-}
+def _build_placement(name: str, *own: Any) -> Placement:
+    kinds = {kind.__name__: kind for kind in _kinds_of(Placement)}
+    values = [tuple(one) if isinstance(one, list) else one for one in own]
+    return kinds[name](*values)
+
+
+def _kinds_of(kind: type[Placement]) -> list[type[Placement]]:
+    """A class and all that are derived from it."""
+    kinds = [kind]
+    for derived in kind.__subclasses__():
+        kinds += _kinds_of(derived)
+    return kinds
 
 
 def place(shard: Any, spec: Spec, mesh: DeviceMesh | None) -> Any:
@@ -138,7 +181,7 @@ def place(shard: Any, spec: Spec, mesh: DeviceMesh | None) -> Any:
     shape, names, placements = json.loads(spec.layout)
     own = _find_axes(mesh, names)
     layout = Layout.from_device_mesh(own)(
-        [_PLACEMENTS[kind](*details) for kind, *details in placements]
+        [_build_placement(*one) for one in placements]
     )
     return DTensor(shard, layout.bind(len(shape)), tuple(shape))
 
