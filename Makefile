@@ -93,6 +93,10 @@ bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/tensor_parallel.py
 	$(BIN)/python benchmarks/data_parallel_links.py
 	$(BIN)/python benchmarks/fully_shard.py --growth
+	$(BIN)/python benchmarks/pipelines.py
+	$(BIN)/python benchmarks/pipeline_links.py
+	$(BIN)/python benchmarks/context_parallel.py
+	$(BIN)/python benchmarks/expert_parallel.py
 	$(BIN)/python benchmarks/checkpoint_planning.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/order_check.py

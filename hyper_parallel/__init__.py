@@ -34,6 +34,11 @@ if TYPE_CHECKING:
         checkpoint_wrapper,
         swap_wrapper,
     )
+    from hyper_parallel.core.context_parallel import (
+        AsyncContextParallel,
+        ContextParallel,
+        shard_sequence,
+    )
     from hyper_parallel.core.data_parallel import (
         local_batch,
         replicate,
@@ -52,6 +57,10 @@ if TYPE_CHECKING:
         explicit,
         implicit_replication,
         strict,
+    )
+    from hyper_parallel.core.expert_parallel import (
+        ExpertParallel,
+        ExpertTensorParallel,
     )
     from hyper_parallel.core.fully_shard import (
         CPUOffloadPolicy,
@@ -89,14 +98,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncContextParallel",
     "BatchDimSpec",
     "CPUOffloadPolicy",
     "CheckpointPolicy",
     "ColwiseParallel",
     "CommunicationError",
     "CommunicationLedger",
+    "ContextParallel",
     "DTensor",
     "DeviceMesh",
+    "ExpertParallel",
+    "ExpertTensorParallel",
     "FSDPModule",
     "FusedColwiseParallel",
     "FusedShard",
@@ -145,6 +158,7 @@ __all__ = [
     "replicate",
     "same_everywhere",
     "save",
+    "shard_sequence",
     "strict",
     "swap_wrapper",
     "verify",
@@ -153,6 +167,11 @@ __all__ = [
 # Names that need a framework: asking for one chooses the framework and imports it.
 _HOMES = {
     "core.activation_checkpoint": ("checkpoint_wrapper", "swap_wrapper"),
+    "core.context_parallel": (
+        "AsyncContextParallel",
+        "ContextParallel",
+        "shard_sequence",
+    ),
     "core.data_parallel": ("local_batch", "replicate", "same_everywhere"),
     "core.distributed_checkpoint": ("async_save", "load", "save"),
     "core.dtensor.dtensor": ("DTensor", "distribute_module", "distribute_tensor"),
@@ -164,6 +183,7 @@ _HOMES = {
         "implicit_replication",
         "strict",
     ),
+    "core.expert_parallel": ("ExpertParallel", "ExpertTensorParallel"),
     "core.fully_shard": (
         "CPUOffloadPolicy",
         "FSDPModule",

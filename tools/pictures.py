@@ -10,6 +10,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from hyper_parallel.core.pipeline_parallel.picture import COLORS, draw_svg
+from hyper_parallel.core.pipeline_parallel.schedules import build_schedule
+from hyper_parallel.core.pipeline_parallel.simulate import simulate
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs/pictures"
 
 STYLE = """
@@ -303,6 +307,40 @@ def sharded_step() -> Picture:
     return p
 
 
+def schedules() -> Picture:
+    """Four schedules of a pipeline on one scale of time."""
+    p = Picture(
+        "The timelines of 1F1B, Interleaved1F1B, ZBV and DualPipeV on four ranks",
+        880,
+        712,
+    )
+    p.parts.append(
+        "<style>.timeline text { font-size: 11px; } .timeline g text { fill: black; }</style>"
+    )
+    unit = 25  # pixels of a forward through all layers of a rank
+    for number, name in enumerate(("1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")):
+        result = simulate(build_schedule(name, 4, 8))
+        drawn = draw_svg(result, width=40 + int(unit * result.makespan))
+        place = f'x="10" y="{12 + 158 * number}" class="timeline"'
+        p.parts.append(drawn.replace("<svg ", f"<svg {place} "))
+    meanings = {
+        "F": "forward",
+        "B": "backward",
+        "I": "its part for inputs",
+        "W": "its part for parameters",
+        "OVERLAP_F_B": "a forward and a backward",
+    }
+    left = 42
+    for kind, meaning in meanings.items():
+        opacity = 0.6 if kind == "I" else 1
+        p.parts.append(
+            f'<rect x="{left}" y="662" width="22" height="22" fill="{COLORS[kind]}" fill-opacity="{opacity}"/>'
+        )
+        p.text(left + 30, 678, meaning, "small", "start")
+        left += 52 + 7 * len(meaning)
+    return p
+
+
 def layers() -> Picture:
     """The layers of the library."""
     p = Picture("The layers of the library; imports point downwards", 690, 585)
@@ -332,7 +370,16 @@ def layers() -> Picture:
     return p
 
 
-PICTURES = (mesh, placements, mlp, gradients, checkpoint, sharded_step, layers)
+PICTURES = (
+    mesh,
+    placements,
+    mlp,
+    gradients,
+    checkpoint,
+    sharded_step,
+    schedules,
+    layers,
+)
 
 
 def main() -> None:

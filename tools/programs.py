@@ -35,7 +35,7 @@ BATCH = 50  # programs in one job of the ranks
 BAD = ("wrong", "crashed", "disagreement", "hung")
 # A code of ours; torch's own word on views of which it made several, more of which there may be on a shard.
 REFUSALS = (
-    "[HP",
+    "[hyper-parallel explain HP",
     "is a view and its base or another view of its base has been modified inplace",
 )
 CLOSE = {"rtol": 1e-7, "atol": 1e-8}

@@ -30,6 +30,7 @@ MODULES: dict[str, str | None] = {
     "hyper_parallel.core.dtensor.interop": "from_native mesh_from_native mesh_to_native to_native",
     "hyper_parallel.core.tensor_parallel": None,
     "hyper_parallel.core.fully_shard": None,
+    "hyper_parallel.core.expert_parallel": None,
     "hyper_parallel.core.activation_checkpoint": None,
     "hyper_parallel.core.shard": None,
     "hyper_parallel.core.shard.custom_shard": "custom_shard",
@@ -42,6 +43,7 @@ MODULES: dict[str, str | None] = {
     "hyper_parallel.core.distributed_checkpoint.hugging_face": (
         "HuggingFaceReader SliceOf export_hugging_face save_hugging_face"
     ),
+    "hyper_parallel.core.distributed_checkpoint.expert_names": "ExpertNames",
     "hyper_parallel.core.distributed_checkpoint.convert": (
         "checkpoint_to_file checkpoint_to_hugging_face checkpoint_to_state_dict file_to_checkpoint "
         "hugging_face_to_checkpoint state_dict_to_checkpoint"

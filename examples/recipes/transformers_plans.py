@@ -9,6 +9,7 @@ loss = model(input_ids, attention_mask=mask, labels=labels).loss
 
 from hyper_parallel import (
     ColwiseParallel,
+    ExpertParallel,
     FusedColwiseParallel,
     PrepareModuleInput,
     Replicate,
@@ -41,6 +42,22 @@ def llama(config, sequence_parallel=False):
         "model.layers.*.mlp.down_proj": rows,
         "model.norm": norm,
         "lm_head": columns,
+        "": Replicated(),
+    }
+
+
+def mixtral(config):
+    """MixtralForCausalLM and Qwen3MoeForCausalLM; in recipes the axis `ep`, where there is one, shares the experts."""
+    columns = ColwiseParallel(heads=config.num_attention_heads)
+    return {
+        "model.embed_tokens": RowwiseParallel(),
+        "model.layers.*.self_attn.q_proj": columns,
+        "model.layers.*.self_attn.[kv]_proj": ColwiseParallel(
+            heads=config.num_key_value_heads
+        ),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "model.layers.*.mlp.experts": ExpertParallel(),
+        "lm_head": ColwiseParallel(),
         "": Replicated(),
     }
 

@@ -7,6 +7,7 @@ It exits with 0 where they agree, with 1 where they part or the step fails, with
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,17 +137,27 @@ def on_rank(
     from hyper_parallel.recipe import read_recipe
     from hyper_parallel.recipe.activations import keep_all_activations
     from hyper_parallel.recipe.build import build
+    from hyper_parallel.recipe.pipeline import PipelineJob
+    from hyper_parallel.recipe.pipeline_order import build_order
     from hyper_parallel.verification.api import compare, mesh_of
+    from hyper_parallel.verification.stages import Part
     from hyper_parallel.verification.step import Task
 
     recipe, mesh = read_recipe(path, overrides), mesh_of(axes)
 
     def plain() -> Task:
         job = build(keep_all_activations(recipe), None)
-        return Task(job.model, job.batch(step, whole=True), job.loss)
+        loss: Callable[..., Any] = job.loss
+        if "pp" in axes:
+            micros = build_order(recipe).micro_batches
+            loss = job.loss_by_micro_batches(recipe.data_ranks, micros)
+        return Task(job.model, job.batch(step, whole=True), loss)
 
     def parallel() -> Task:
         job = build(recipe, mesh)
-        return Task(job.model, job.batch(step), job.loss)
+        if not isinstance(job, PipelineJob):
+            return Task(job.model, job.batch(step), job.loss)
+        part = Part(job.modules, job.plan.stage_of, lambda: job.schedule.micro_batch)
+        return Task(job.model, job.batch(step), job.run_micro_batches, part=part)
 
     return compare(plain, parallel, mesh, recipe.seed, tolerance)

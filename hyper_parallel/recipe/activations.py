@@ -9,7 +9,6 @@ swap: [blocks.*.attention]
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +18,7 @@ from hyper_parallel.core.activation_checkpoint import (
     checkpoint_wrapper,
     swap_wrapper,
 )
+from hyper_parallel.core.modules.blocks import find_blocks
 from hyper_parallel.core.shard.sharding_plan import no_match
 from hyper_parallel.platform import get_platform
 from hyper_parallel.recipe.errors import Problem, RecipeError
@@ -58,25 +58,6 @@ def save_products(_: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     if name in _PRODUCTS or "attention" in name:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def find_blocks(model: Any) -> list[str]:
-    """The names of the repeated blocks: the members of the list of modules with most parameters."""
-    best: tuple[int, str, Any] = (-1, "", None)
-    for name, module in platform.get_cells_and_names(model):
-        size = _count_elements(module)
-        if platform.is_module_list(module) and size > best[0]:
-            best = size, name, module
-    _, name, blocks = best
-    if blocks is None:
-        return []
-    members = [member for member, _ in platform.own_modules(blocks)]
-    return [f"{name}.{member}" if name else member for member in members]
-
-
-def _count_elements(module: Any) -> int:
-    parameters = platform.parameters_dict(module).values()
-    return sum(math.prod(parameter.shape) for parameter in parameters)
 
 
 def choose_modules(

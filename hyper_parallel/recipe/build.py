@@ -20,10 +20,13 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import ModelState, load
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+from hyper_parallel.core.expert_parallel import (
+    ExpertParallel,
+    ExpertTensorParallel,
+)
+from hyper_parallel.core.modules.absent import is_absent
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
-from hyper_parallel.core.tensor_parallel.loss import loss_parallel
 from hyper_parallel.core.tensor_parallel.style import (
     ColwiseParallel,
     FusedColwiseParallel,
@@ -32,19 +35,18 @@ from hyper_parallel.core.tensor_parallel.style import (
     RowwiseParallel,
     SequenceParallel,
 )
-from hyper_parallel.platform import PlatformType, get_platform
-from hyper_parallel.platform.error_codes import coded
+from hyper_parallel.platform import get_platform
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
 from hyper_parallel.recipe.activations import apply_to_activations, choose_modules
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
+from hyper_parallel.recipe.job import Job
 from hyper_parallel.recipe.roles import (
-    ROLES,
     Placing,
     find_rows,
     put_on_mesh,
-    shard_state,
+    put_rest_on_mesh,
 )
 from hyper_parallel.recipe.schema import Recipe, Style
 
@@ -55,87 +57,44 @@ _STYLES: dict[str, Callable[..., ParallelStyle]] = {
     "fused_colwise": FusedColwiseParallel,
     "sequence": SequenceParallel,
     "replicate": Replicated,
+    "experts": lambda **_: ExpertParallel(),
+    "parts_of_experts": lambda **_: ExpertTensorParallel(),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What is trained, and on what."""
-
-    model: Any
-    mesh: DeviceMesh | None
-    corpus: Corpus
-
-    def batch(self, step: int, *, whole: bool = False) -> tuple[Any, Any]:
-        """Tokens and those that follow them, for a step: this rank's rows, or all of them."""
-        return _as_tensors(self.corpus.training(step, whole=whole))
-
-    def held_out(self, number: int) -> tuple[Any, Any]:
-        """This rank's rows of a batch of text that is never trained on."""
-        return _as_tensors(self.corpus.held_out(number))
-
-    def loss(self, model: Any, ids: Any, targets: Any) -> Any:
-        """The mean loss over the tokens of the whole batch, of which this rank has these rows."""
-        output = model(self._placed(ids))
-        logits = getattr(output, "logits", output)
-        if self.mesh is not None and not isinstance(logits, DTensor):
-            raise coded(
-                TypeError,
-                "HP704",
-                f"the model's output on {self.mesh} is a plain {type(logits).__name__}, of which nobody knows how "
-                "it lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()",
-            )
-        if platform.get_element_size(logits) < 4:
-            logits = platform.tensor_type_cast(logits, "float32")
-        with loss_parallel():
-            loss = platform.operator("cross_entropy")(
-                logits.reshape(-1, logits.shape[-1]), self._placed(targets).reshape(-1)
-            )
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-    def _placed(self, rows: Any) -> Any:
-        """This rank's rows as a part of the batch of all."""
-        if self.mesh is None or isinstance(rows, DTensor):
-            return rows
-        dims = [ROLES[name].batch_dim for name in self.mesh.mesh_dim_names or ()]
-        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        return DTensor.from_local(rows, self.mesh, placements)
 
 
 def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
     """The model, drawn from the recipe's seed, on a mesh with the recipe's axes, or as one process, and its data."""
     platform.manual_seed(recipe.seed)  # the same numbers on every rank
-    model = platform.prepare_module(_model(recipe), recipe.precision.parameters)
-    place = (0, 1)
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
+        from hyper_parallel.recipe.pipeline import build_pipeline
+
+        return build_pipeline(recipe, mesh)
+    model = make_model(recipe)
+    prepare_model(recipe, model, mesh)
+    return Job(model, mesh, read_corpus(recipe, mesh))
+
+
+def prepare_model(recipe: Recipe, model: Any, mesh: DeviceMesh | None) -> None:
+    """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes."""
     if mesh is not None:
         _put_on_mesh(recipe, model, mesh)
-        place = find_rows(mesh)
     if recipe.model.start is not None:
         load(
             {"model": ModelState(model)},
             checkpoint_id=recipe.input_path(recipe.model.start),
         )
     apply_to_activations(recipe, model)
-    return Job(model, mesh, _corpus(recipe, *place))
-
-
-def _as_tensors(rows: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Tokens on this process's device; those of MindSpore are int32."""
-    kind = "int32" if platform.platform_type is PlatformType.MINDSPORE else "int64"
-    arrays = [array.astype(kind) for array in rows]
-    ids, targets = (
-        platform.tensor_from_bytes(array.view("uint8").reshape(-1), kind, array.shape)
-        for array in arrays
-    )
-    if platform.device_type() == "cpu":
-        return ids, targets
-    return ids.to(platform.device()), targets.to(platform.device())
 
 
 # --- the model
 
 
-def _model(recipe: Recipe) -> Any:
+def make_model(recipe: Recipe) -> Any:
+    """The model as one device has it."""
+    return platform.prepare_module(_make(recipe), recipe.precision.parameters)
+
+
+def _make(recipe: Recipe) -> Any:
     wanted = recipe.model
     if wanted.huggingface is not None:
         folder = recipe.input_path(wanted.huggingface)
@@ -196,7 +155,7 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
         function = _found(recipe, "plan", "function", plan.file, plan.function)
         if next(iter(inspect.signature(function).parameters), "") == "model":
             function(model, mesh, **plan.arguments)
-            shard_state(model, mesh, _placing(recipe, model, mesh, {}))
+            put_rest_on_mesh(model, mesh, _placing(recipe, model, mesh, {}))
             return
         _apply(recipe, model, mesh, function(model.config, **plan.arguments))
     else:
@@ -226,14 +185,19 @@ def _apply(
 def _placing(
     recipe: Recipe, model: Any, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
 ) -> Placing:
+    context = recipe.context.model_dump()
     if "dp_shard" not in (mesh.mesh_dim_names or ()):
-        return Placing(styles)
+        return Placing(styles, context=context)
     chosen = choose_modules(recipe, model, "sharding.units", recipe.sharding.units)
     modules = dict(platform.get_cells_and_names(model))
     options: dict[str, Any] = {"mp_policy": _policy(recipe)}
     options["reshard_after_forward"] = recipe.sharding.reshard_after_forward
-    in_order = [module for name, module in modules.items() if name in chosen]
-    return Placing(styles, in_order, options)
+    in_order = [
+        module
+        for name, module in modules.items()
+        if name in chosen and not is_absent(module)
+    ]
+    return Placing(styles, in_order, options, context)
 
 
 def _policy(recipe: Recipe) -> Any:
@@ -268,7 +232,9 @@ def _style(wanted: Style) -> ParallelStyle:
 # --- the data
 
 
-def _corpus(recipe: Recipe, part: int, parts: int) -> Corpus:
+def read_corpus(recipe: Recipe, mesh: DeviceMesh | None) -> Corpus:
+    """The text, of whose batches this rank has its rows."""
+    part, parts = (0, 1) if mesh is None else find_rows(mesh)
     data = recipe.data
     contents: Iterable[bytes] = [python_text()]
     if data.text is not None:

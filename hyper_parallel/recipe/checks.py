@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hyper_parallel.recipe.errors import Problem
+from hyper_parallel.recipe.pipeline_order import check_order
 from hyper_parallel.recipe.roles import (
     ROLES,
     find_elastic,
@@ -26,6 +27,8 @@ _STYLE_KEYS = {
     "rowwise": _PLACED,
     "sequence": frozenset({"sequence_dim"}),
     "replicate": frozenset(),
+    "experts": frozenset(),
+    "parts_of_experts": frozenset(),
 }
 
 
@@ -251,6 +254,8 @@ def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
         yield Problem("mesh", f"{needs}, but there are {nproc}; {remedy}")
     yield from _rows(recipe)
     yield from _sharded_axes(recipe)
+    yield from check_order(recipe)
+    yield from _context(recipe)
     if recipe.plan.file is not None or recipe.plan.styles:
         return
     for name, size in recipe.axes.items():
@@ -283,10 +288,28 @@ def _sharded_axes(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("sharding.reshard_after_forward", told)
 
 
+def _context(recipe: Recipe) -> Iterator[Problem]:
+    """Whether sequences are long enough for the ranks that share them, and what is said of such is of use."""
+    ranks, context = recipe.axes.get("cp"), recipe.context
+    if ranks is None:
+        for key in sorted(context.model_fields_set):
+            yield Problem(
+                f"context.{key}", "no sequence is shared by ranks without mesh.cp"
+            )
+        return
+    if recipe.data.length < ranks:
+        told = f"{recipe.data.length} tokens cannot be shared by the {ranks} ranks of mesh.cp"
+        yield Problem("data.length", told)
+    degree = context.ulysses_degree
+    if degree is not None and ranks % degree:
+        told = f"{degree} does not divide the {ranks} ranks of mesh.cp"
+        yield Problem("context.ulysses_degree", told)
+
+
 def _rows(recipe: Recipe) -> Iterator[Problem]:
     """Whether ranks that divide the rows of a batch get equally many."""
     axes, batch = select_row_axes(recipe.axes), recipe.data.batch
-    parts = math.prod(axes.values())
+    parts = recipe.data_ranks
     if batch % parts == 0:
         return
     ranks = f"the {parts} ranks of {' and '.join(f'mesh.{name}' for name in axes)}"

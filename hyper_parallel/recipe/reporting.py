@@ -74,11 +74,9 @@ class Reporter:
             self._log.write(json.dumps(facts) + "\n")
         if self._board is not None:
             for name, value in facts.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, list):
                     self._board.add_scalar(name, value, facts["step"])
-        more = f", {facts['tokens_per_second']:,.0f} tokens/s, {facts['memory'] / 2**20:,.0f} MiB"
-        if "held_out" in facts:
-            more = f", held out {facts['held_out']:.4f}{more}"
+        more = _format_facts(facts)
         self._bar.update(
             self._task, completed=facts["step"], loss=facts["loss"], more=more
         )
@@ -93,6 +91,21 @@ class Reporter:
             self.tell(
                 f"step {step}/{last}: loss {facts['loss']:.4f}{more}, {left} left"
             )
+
+
+def _format_facts(facts: Mapping[str, Any]) -> str:
+    """What a line for people has of a step behind its loss."""
+    told = [
+        f", {name} {format(facts[key], how)}"
+        for key, name, how in (
+            ("held_out", "held out", ".4f"),
+            ("expert_imbalance", "imbalance", ".2f"),
+            ("bubble", "bubble", ".0%"),
+        )
+        if key in facts
+    ]
+    pace = f", {facts['tokens_per_second']:,.0f} tokens/s, {facts['memory'] / 2**20:,.0f} MiB"
+    return "".join([*told, pace])
 
 
 def _opened(path: Path, done: int) -> IO[str]:

@@ -19,12 +19,14 @@ class Placing:
     """What a recipe says about putting a model onto its mesh.
 
     ``styles``: those of the plan by pattern. ``units``: the modules that are sharded together along a ``dp_shard``
-    axis, inside the unit of the whole model. ``options``: of every ``fully_shard`` call.
+    axis, inside the unit of the whole model. ``options``: of every ``fully_shard`` call. ``context``: of
+    ``shard_sequence``.
     """
 
     styles: Mapping[str, Any]
     units: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
 
 
 # What puts a model onto an axis: (model, mesh of all axes, what the recipe says).
@@ -51,11 +53,36 @@ class Role:
 
 def _shard_layers(model: Any, mesh: Any, placing: Placing) -> None:
     """What no style names is the same on all ranks."""
+    from hyper_parallel.core.expert_parallel import (
+        BaseExpertParallel,
+        ExpertTensorParallel,
+        TensorParallel,
+    )
     from hyper_parallel.core.tensor_parallel.api import parallelize_module
     from hyper_parallel.core.tensor_parallel.style import Replicated
 
-    styles = placing.styles
+    styles: dict[str, Any] = {}
+    for pattern, style in placing.styles.items():
+        if isinstance(style, ExpertTensorParallel):
+            styles[pattern] = TensorParallel()
+        elif not isinstance(style, BaseExpertParallel):
+            styles[pattern] = style
     parallelize_module(model, mesh["tp"], {**styles, "": styles.get("", Replicated())})
+
+
+def _share_experts(model: Any, mesh: Any, placing: Placing) -> None:
+    """The ranks have other rows of the batch, so that all but the experts is replicated."""
+    from hyper_parallel.core.data_parallel import replicate
+    from hyper_parallel.core.expert_parallel import BaseExpertParallel, ExpertParallel
+    from hyper_parallel.core.tensor_parallel.api import parallelize_module
+
+    styles = {
+        pattern: ExpertParallel()
+        for pattern, style in placing.styles.items()
+        if isinstance(style, BaseExpertParallel)
+    }
+    parallelize_module(model, mesh["ep"], styles)
+    replicate(model, mesh["ep"])
 
 
 def _replicate(model: Any, mesh: Any, _: Placing) -> None:
@@ -78,12 +105,30 @@ def shard_state(model: Any, mesh: Any, placing: Placing) -> None:
     fully_shard(model, mesh=data, batch_dim=0, **placing.options)
 
 
+def _shard_sequence(model: Any, mesh: Any, placing: Placing) -> None:
+    from hyper_parallel.core.context_parallel import shard_sequence
+
+    shard_sequence(model, mesh["cp"], **placing.context)
+
+
 def _leave_to_dp_shard(_: Any, __: Any, ___: Placing) -> None:
     """The same call puts a model onto both axes."""
 
 
+def _leave_to_stages(_: Any, __: Any, ___: Placing) -> None:
+    """A model is divided before it is put onto the axes of its stages."""
+
+
 # Outermost first: ranks next to each other are those of the last axis, which communicates most.
 ROLES: dict[str, Role] = {
+    "pp": Role(
+        "ranks that have some of the layers each, and pass micro batches on",
+        default=1,
+        batch_dim=None,
+        needs_plan=False,
+        put_model=_leave_to_stages,
+        is_optional=True,
+    ),
     "dp": Role(
         "ranks that share a batch; null: as many as the other axes leave of `--nproc`",
         default=None,
@@ -105,6 +150,22 @@ ROLES: dict[str, Role] = {
         batch_dim=0,
         needs_plan=False,
         put_model=shard_state,
+        is_optional=True,
+    ),
+    "ep": Role(
+        "ranks that share a batch, and the experts among them",
+        default=1,
+        batch_dim=0,
+        needs_plan=True,
+        put_model=_share_experts,
+        is_optional=True,
+    ),
+    "cp": Role(
+        "ranks that share each sequence",
+        default=1,
+        batch_dim=None,
+        needs_plan=False,
+        put_model=_shard_sequence,
         is_optional=True,
     ),
     "tp": Role(
@@ -153,6 +214,23 @@ def find_rows(mesh: Any) -> tuple[int, int]:
 def format_axes(axes: Mapping[str, int]) -> str:
     """A mesh as people write it: "dp=2 x tp=4"."""
     return " x ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def put_rest_on_mesh(model: Any, mesh: Any, placing: Placing) -> None:
+    """Puts a model onto the axes that a plan's own function may leave out."""
+    names = mesh.mesh_dim_names or ()
+    if "cp" in names and not _is_on_axis(model, "cp"):
+        _shard_sequence(model, mesh, placing)
+    shard_state(model, mesh, placing)
+
+
+def _is_on_axis(model: Any, name: str) -> bool:
+    from hyper_parallel.core.dtensor.dtensor import DTensor
+    from hyper_parallel.platform import get_platform
+
+    parameters = get_platform().parameters_dict(model).values()
+    meshes = [one.device_mesh for one in parameters if isinstance(one, DTensor)]
+    return any(name in (mesh.mesh_dim_names or ()) for mesh in meshes)
 
 
 def put_on_mesh(model: Any, mesh: Any, placing: Placing) -> None:

@@ -21,7 +21,12 @@ from pydantic import (
     create_model,
 )
 
-from hyper_parallel.recipe.roles import ROLES, find_elastic, select_axes
+from hyper_parallel.recipe.roles import (
+    ROLES,
+    find_elastic,
+    select_axes,
+    select_row_axes,
+)
 
 Count = Annotated[int, Field(ge=1)]
 Some = Annotated[int, Field(ge=0)]
@@ -125,9 +130,17 @@ Placing = Annotated[str, Field(pattern=r"^(?i:shard\(-?\d+\)|replicate)$")]
 
 
 class Style(Part):
-    """How a module lies on the `tp` axis."""
+    """How a module lies on the `tp` axis, or experts on the `ep` axis."""
 
-    style: Literal["colwise", "rowwise", "fused_colwise", "sequence", "replicate"]
+    style: Literal[
+        "colwise",
+        "rowwise",
+        "fused_colwise",
+        "sequence",
+        "replicate",
+        "experts",
+        "parts_of_experts",
+    ]
     input: Placing | None = None
     output: Placing | None = None
     heads: Count | None = None
@@ -201,6 +214,68 @@ class Sharding(Part):
         description="whether parameters are freed between forward and backward, or groups of how many ranks keep "
         "them; null: all but those outside of `units`",
     )
+
+
+class Context(Part):
+    """How attention is computed on sequences that `cp` divides."""
+
+    method: Literal["allgather", "ring", "ulysses"] = Field(
+        default="allgather",
+        description="keys and values are gathered, or go round, or heads are exchanged for positions",
+    )
+    ulysses_degree: Count | None = Field(
+        default=None,
+        description="how many neighbours exchange heads; keys go between such groups as `method` says",
+    )
+    load_balance: bool = Field(
+        default=True,
+        description="whether each rank has an early and a late part of a sequence: the same work in causal attention",
+    )
+
+
+class Experts(Part):
+    """How experts are kept busy alike."""
+
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="how much the bias of an `MoE` module's experts with too few tokens rises in a step, and that of "
+        "others falls",
+    )
+
+
+class Pipeline(Part):
+    """How the layers are divided along `pp`, and in which order micro batches run."""
+
+    schedule: str = Field(
+        default="1F1B",
+        description="the name of a schedule (`hyper-parallel schedule` compares them), or a CSV file of one",
+    )
+    micro_batches: Count | None = Field(
+        default=None,
+        description="into how many parts the sequences of a step are divided; null: one sequence each",
+    )
+    stages_per_rank: Count | None = Field(
+        default=None,
+        description="of schedules that leave it open; null: as many as the schedule has, or 2",
+    )
+    split: tuple[str, ...] | None = Field(
+        default=None,
+        description="the names of the blocks that begin a stage after the first; null: stages of equal cost",
+    )
+    first: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of modules that the first stage runs; else those in front of the blocks",
+    )
+    last: tuple[str, ...] = Field(
+        default=(),
+        description="patterns of modules that the last stage runs; else those behind the blocks",
+    )
+
+    @property
+    def path(self) -> Path:
+        """The schedule as a file."""
+        return Path(self.schedule)
 
 
 class Recompute(Part):
@@ -331,6 +406,9 @@ class Recipe(Part):
     mesh: Mesh = Mesh()
     plan: Plan = Plan()
     sharding: Sharding = Sharding()
+    context: Context = Context()
+    experts: Experts = Experts()
+    pipeline: Pipeline = Pipeline()
     recompute: Annotated[Recompute, BeforeValidator(_by_mode)] = Recompute()
     swap: tuple[str, ...] = Field(
         default=(),
@@ -368,6 +446,16 @@ class Recipe(Part):
     def ranks(self) -> int:
         """How many ranks the mesh has."""
         return math.prod(self.mesh_shape)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts the rows of a batch are divided."""
+        return math.prod(select_row_axes(self.axes).values())
+
+    @property
+    def rows_of_rank(self) -> int:
+        """How many sequences of a batch each rank has."""
+        return self.data.batch // self.data_ranks
 
     def values(self) -> dict[str, Any]:
         """All of it as plain values, as JSON has them."""

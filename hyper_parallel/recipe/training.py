@@ -7,7 +7,6 @@ outcome = train(recipe, resume="auto")          from the newest whole checkpoint
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -29,11 +28,13 @@ from hyper_parallel.core.distributed_checkpoint import (
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
-from hyper_parallel.core.training import training_step
+from hyper_parallel.core.expert_parallel import watch_experts
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.recipe.build import Job, build
+from hyper_parallel.recipe.build import build
 from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
+from hyper_parallel.recipe.experts import describe_load, has_experts, update_biases
+from hyper_parallel.recipe.job import Job
 from hyper_parallel.recipe.reporting import Reporter
 from hyper_parallel.recipe.roles import format_axes
 from hyper_parallel.recipe.schema import Optimizer, Precision, Recipe
@@ -83,7 +84,7 @@ def train(
     mesh = _join_mesh(recipe)
     origin = _origin(recipe, resume)
     job = build(recipe, mesh)
-    optimizer = _optimizer(job.model, recipe.optimizer)
+    optimizer = make_optimizer(job.model, recipe.optimizer)
     state = {
         "model": ModelState(job.model),
         "optimizer": OptimizerState(job.model, optimizer),
@@ -128,11 +129,9 @@ def _steps(
         platform.set_learning_rate(optimizer, rate)
         # The first step sets up things as well, so the second one is told.
         with _recorded(recipe, job.mesh) if step == done + 1 else ExitStack():
-            loss_of = functools.partial(job.loss, job.model, *job.batch(step))
-            loss, norm = training_step(
-                job.model, optimizer, loss_of, recipe.optimizer.clip
-            )
+            facts = _train(recipe, job, optimizer, step)
         step += 1
+        loss = facts["loss"]
         if not math.isfinite(loss):
             raise coded(
                 TrainingError,
@@ -140,11 +139,11 @@ def _steps(
                 f"the loss of step {step} is {loss}; a smaller optimizer.lr, a longer schedule.warmup, "
                 "optimizer.clip or precision: float32 may help",
             )
-        facts = {"step": step, "loss": loss, "rate": rate, "norm": norm}
+        facts = {"step": step, "rate": rate, **facts}
         facts["tokens_per_second"] = tokens / (time.perf_counter() - began)
         facts["memory"] = platform.peak_memory()
         if _is_due(step, recipe.evaluation.every, last):
-            facts["held_out"] = _evaluated(job, recipe.evaluation.batches)
+            facts["held_out"] = job.evaluate(recipe.evaluation.batches)
         report.step(facts)
         is_asked = stop.is_asked()
         if checkpoints is not None and (
@@ -156,6 +155,18 @@ def _steps(
     outcome = Outcome(step, step < last, saved)
     report.tell(str(outcome))
     return outcome
+
+
+def _train(recipe: Recipe, job: Job, optimizer: Any, step: int) -> dict[str, Any]:
+    """Does a step; returns what is told of it, and of its experts."""
+    clip = recipe.optimizer.clip
+    if not has_experts(recipe):
+        return job.train(step, optimizer, clip)
+    with watch_experts() as load:
+        facts = job.train(step, optimizer, clip)
+    if recipe.experts.bias_rate:
+        update_biases(job.model, job.mesh, recipe.experts.bias_rate)
+    return {**facts, **describe_load(load, job.mesh)}
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -178,17 +189,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
 
 
-def _evaluated(job: Job, batches: int) -> float:
-    """The mean loss on text that is never trained on."""
-    with platform.no_grad():
-        losses = [
-            job.loss(job.model, *job.held_out(number)).item()
-            for number in range(batches)
-        ]
-    return float(sum(losses) / batches)
-
-
-def _optimizer(model: Any, wanted: Optimizer) -> Any:
+def make_optimizer(model: Any, wanted: Optimizer) -> Any:
     """Only matrices decay."""
     parameters = [
         p for p in platform.parameters_dict(model).values() if platform.requires_grad(p)

@@ -561,8 +561,14 @@ def broken(model, mesh):
 def test_the_command_exits_with_2_where_it_cannot_do_it():
     for arguments, problem in (
         ((RECIPE,), "the mesh has one rank; say how many"),
-        ((RECIPE, "--mesh", "xp=2"), "expected axes dp, dp_replicate, dp_shard, tp"),
-        ((RECIPE, "--mesh", "tp"), "expected axes dp, dp_replicate, dp_shard, tp"),
+        (
+            (RECIPE, "--mesh", "xp=2"),
+            "expected axes pp, dp, dp_replicate, dp_shard, ep, cp, tp",
+        ),
+        (
+            (RECIPE, "--mesh", "tp"),
+            "expected axes pp, dp, dp_replicate, dp_shard, ep, cp, tp",
+        ),
         ((RECIPE, "optimizr.lr=1", "--mesh", "tp=2"), "did you mean optimizer"),
         (("nothing.yaml", "--mesh", "tp=2"), "there is no such file"),
     ):

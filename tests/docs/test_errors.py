@@ -74,6 +74,7 @@ LAYERS = {
     "4": (
         "core.activation_checkpoint",
         "core.data_parallel",
+        "core.expert_parallel",
         "core.fully_shard",
         "core.modules",
         "core.tensor_parallel",
@@ -84,6 +85,7 @@ LAYERS = {
     "5": ("core.distributed_checkpoint", "cli.checkpoints"),
     "6": ("ranks", "testing"),
     "7": ("recipe", "verification", "cli"),
+    "8": ("core.context_parallel",),
 }
 
 # Public interfaces: every error that is raised there has a code, but for the modules named below.
@@ -93,8 +95,8 @@ PUBLIC = (
     "platform.torch.collectives", "platform.torch.groups", "platform.mindspore.collectives",
     "platform.mindspore.groups", "core.dtensor",
     "core.shard.custom_shard", "core.shard.dfunction", "core.shard.sharding_plan", "core.data_parallel",
-    "core.activation_checkpoint", "core.fully_shard",
-    "core.modules", "core.tensor_parallel",
+    "core.activation_checkpoint", "core.context_parallel", "core.expert_parallel",
+    "core.fully_shard", "core.modules", "core.tensor_parallel",
     "core.distributed_checkpoint", "ranks", "testing", "recipe", "verification",
 )  # fmt: skip
 INTERNAL = {

@@ -45,9 +45,11 @@ PAGES = [
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 RANKS = {
     "checkpoints": 4,
+    "context-parallel": 4,
     "data": 4,
     "differences": 2,
     "distributed-tensors": 2,
+    "expert-parallel": 4,
     "lora": 2,
     "mixed-precision": 2,
     "recipes": 2,

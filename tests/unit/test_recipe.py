@@ -123,8 +123,8 @@ def test_the_order_of_the_axes_is_that_of_the_roles(folder):
     for overrides in (["mesh={tp: 4, dp: 2}"], ["mesh.tp=4", "mesh.dp=2"]):
         recipe = read_recipe(folder / "recipe.yaml", overrides)
         assert list(recipe.axes.items()) == [("dp", 2), ("tp", 4)]
-        sizes = {"dp": 2, "dp_replicate": 1, "dp_shard": 1, "tp": 4}
-        assert recipe.values()["mesh"] == sizes
+        sizes = {"dp": 2, "tp": 4}
+        assert recipe.values()["mesh"] == dict.fromkeys(roles.ROLES, 1) | sizes
 
 
 def test_the_rows_of_a_rank_are_counted_over_all_axes_that_divide_them(monkeypatch):
@@ -204,8 +204,8 @@ def test_everything_is_told_at_once_with_its_line(folder):
         (["mesh.dp=3"], 3, "data.batch: a batch of 4 sequences cannot be shared evenly by the 3 ranks .* say 6"),
         (["mesh.tp=2", "plan=null"], None, "plan: expected keys of its own"),
         (["mesh.tp=2", "plan={}"], None, "plan: mesh.tp is 2, but nothing says how the layers are shared"),
-        (["mesh.pp=2"], None, "mesh.pp: a mesh has no axis pp; the roles of its axes are dp, dp_replicate"),
-        (["mesh={tpp: 2}"], None, "mesh.tpp: a mesh has no axis tpp; the roles of its axes are dp, dp_replicate"),
+        (["mesh.xp=2"], None, "mesh.xp: a mesh has no axis xp; the roles of its axes are pp, dp, dp_replicate"),
+        (["mesh={tpp: 2}"], None, "mesh.tpp: a mesh has no axis tpp; the roles of its axes are pp, dp, dp_replicate"),
         (["mesh.tp=0"], None, "mesh.tp: expected greater than or equal to 1, got 0"),
         (["mesh.tp=null"], None, "mesh.tp: expected a valid integer, got None"),
         (["model.class=Nett"], None, "model.class: .*model.py has no class Nett of its own; did you mean Net?"),

@@ -6,11 +6,11 @@ apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.recompute import checkpoint_wrapper
+from hyper_parallel.core.modules.blocks import count_elements
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -72,7 +72,7 @@ class _Wrapping:
         return total
 
     def _visit(self, module: Any) -> None:
-        numel = _count_elements(module)
+        numel = count_elements(module)
         inside = 0
         if self._policy(module=module, recurse=True, nonwrapped_numel=numel):
             inside = self.wrap_inside(module)
@@ -82,8 +82,3 @@ class _Wrapping:
         if self._policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
             self._seen[id(module)] = module, self._wrap(module)
             self._wrapped_numel[id(module)] = numel
-
-
-def _count_elements(module: Any) -> int:
-    parameters = platform.parameters_dict(module).values()
-    return sum(math.prod(parameter.shape) for parameter in parameters)

@@ -15,7 +15,7 @@ from hyper_parallel.core.modules.axis import (
     Batch,
     MeshAxis,
     axis_of,
-    batch_of,
+    find_data_axes,
     set_batch,
 )
 from hyper_parallel.core.modules.lifting import lift_module
@@ -47,7 +47,8 @@ def replicate(
             f"replicate: expected a mesh of one axis, got {device_mesh}; take one of its axes",
         )
     modules = [one for _, one in platform.get_cells_and_names(module)]
-    if any(batch_of(one) is not None for one in modules):
+    names = find_data_axes(modules)
+    if "" in names or (device_mesh.mesh_dim_names or ("",))[0] in names:
         raise coded(
             ValueError,
             "HP408",
@@ -56,7 +57,9 @@ def replicate(
     mesh = lift_module(
         module, device_mesh, src_data_rank=src_data_rank, caller="replicate"
     )
-    batch = Batch(mesh, (axis_of(mesh, device_mesh),), batch_dim)
+    axes = [mesh.axis_index(name) for name in names]
+    axes.append(axis_of(mesh, device_mesh))
+    batch = Batch(mesh, tuple(sorted(axes)), batch_dim)
     for one in modules:
         set_batch(one, batch)
     source = f"replicate along {device_mesh}"

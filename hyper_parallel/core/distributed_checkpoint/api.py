@@ -108,23 +108,27 @@ def load(
 ) -> LoadReport:
     """Fills a state dict in place, tensors in their memory and objects in their containers, and returns a report.
 
-    Missing names raise, and with ``strict`` so do unexpected names; a part of the checkpoint whose top-level key is not
-    requested at all is skipped. ``dry_run`` only reports.
+    Missing names raise, and with ``strict`` so do unexpected names, which no rank has; a part of the checkpoint whose
+    top-level key is not requested at all is skipped. ``dry_run`` only reports.
     """
     reader = storage_reader if storage_reader is not None else reader_of(checkpoint_id)
     chosen = planner if planner is not None else StandardLoadPlanner()
     ranks = Ranks(alone=no_dist, silent=not use_collectives)
     states = States(fills=not dry_run)
 
-    def plan_and_look() -> LoadPlan:
-        plan = planned(state_dict, checkpoint_id, reader, chosen, ranks, states)
+    def look(plan: LoadPlan) -> None:
         if isinstance(chosen, StandardLoadPlanner) and not dry_run:
             chosen.check(strict=strict)
             reader.check_plan(plan)
-        return plan
 
     try:
-        plan = agreed(ranks.together(plan_and_look), reader, chosen, ranks)
+        plan = ranks.together(
+            lambda: planned(state_dict, checkpoint_id, reader, chosen, ranks, states)
+        )
+        if isinstance(chosen, StandardLoadPlanner):
+            chosen.leave_to_others(ranks)
+        ranks.together(lambda: look(plan))
+        plan = agreed(plan, reader, chosen, ranks)
         if not dry_run:
             ranks.together(lambda: reader.execute_read(plan, chosen))
     finally:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,8 @@ from hyper_parallel.core.distributed_checkpoint.entries import (
 from hyper_parallel.core.distributed_checkpoint.metadata import Path
 from hyper_parallel.core.distributed_checkpoint.state_dict import flattened, unwrapped
 from hyper_parallel.platform import get_platform
+
+Merge = Callable[[Sequence[Any]], Any]
 
 
 @dataclass
@@ -43,6 +45,9 @@ class Holdings:
     tensors: dict[str, Any] = field(
         default_factory=dict
     )  # the plain tensor on this rank
+    merges: dict[str, Merge] = field(
+        default_factory=dict
+    )  # makes one object of those that the ranks have
 
     def facts(self) -> Holdings:
         """The same without data, with samples of the tensors' bytes to compare."""
@@ -50,7 +55,7 @@ class Holdings:
             name: replace(entry, sample=sampled(self.tensors[name]))
             for name, entry in self.entries.items()
         }
-        return replace(self, entries=entries, tensors={})
+        return replace(self, entries=entries, tensors={}, merges={})
 
     def fingerprint(self, *more: Any) -> bytes:
         """What is equal on all ranks if each can tell by itself what the others have."""
@@ -110,6 +115,9 @@ def holdings_of(
         if leaf.path != (name,):
             made.paths[name] = leaf.path
         value, is_own = unwrapped(leaf.value)
+        if hasattr(value, "merge_ranks"):
+            made.merges[name] = value.merge_ranks
+            value = tuple(value)
         if not platform.is_tensor(value):
             encoded = codec.encode(value, name, allow_pickle=allow_pickle)
             (made.own_objects if is_own else made.objects)[name] = value

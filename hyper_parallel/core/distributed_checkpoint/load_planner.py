@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.core.distributed_checkpoint.agreement import Ranks
 from hyper_parallel.core.distributed_checkpoint.chunks import ChunkGrid, Part
 from hyper_parallel.core.distributed_checkpoint.entries import Entry, entry_of
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
@@ -53,6 +54,7 @@ class StandardLoadPlanner(LoadPlanner):
         self._metadata = metadata
         self._saved = metadata.state_dict_metadata
         self._asked = set(state_dict)
+        self._of_others: set[str] = set()
         self._leaves = flattened(state_dict, state)
         self._fillings: dict[Any, tuple[Filling, Any]] = {}
         self._parts: dict[str, dict[tuple[int, ...], Part]] = {}
@@ -79,10 +81,18 @@ class StandardLoadPlanner(LoadPlanner):
     def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
+    def leave_to_others(self, ranks: Ranks) -> None:
+        """Skips names that other ranks ask for, such as those of other stages; all ranks call this."""
+        unexpected = set(self.report().unexpected)
+        if ranks.largest([len(unexpected)]) != [0]:
+            of_nobody = set.intersection(*ranks.gather(unexpected))
+            self._of_others = unexpected - of_nobody
+
     def report(self) -> LoadReport:
         """What is, or would be, loaded."""
         unknown = [name for name in self._saved if name not in self._leaves]
         skipped = {name for name in unknown if self._is_elsewhere(name)}
+        skipped |= self._of_others
         found: dict[str, Any] = {
             kind: tuple(names) for kind, names in self._found.items()
         }

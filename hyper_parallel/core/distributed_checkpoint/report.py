@@ -14,9 +14,8 @@ class LoadReport:
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # asked for, not in the checkpoint
     unexpected: tuple[str, ...] = ()  # in the checkpoint, beside what was asked for
-    skipped: tuple[
-        str, ...
-    ] = ()  # in parts of the checkpoint that were not asked for at all
+    # Asked for by other ranks alone, or in parts of the checkpoint that nobody asked for.
+    skipped: tuple[str, ...] = ()
     resharded: tuple[str, ...] = ()  # stored in other chunks than this rank needs
     cast: tuple[str, ...] = ()  # stored in another dtype
     kept: tuple[

@@ -29,7 +29,11 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from hyper_parallel.core.distributed_checkpoint.together import Division, divided
+from hyper_parallel.core.distributed_checkpoint.together import (
+    Division,
+    divided,
+    take_merged,
+)
 
 __all__ = ["StandardLoadPlanner", "StandardSavePlanner"]
 
@@ -155,11 +159,12 @@ class StandardSavePlanner(SavePlanner):
         self, all_plans: Sequence[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
         everyone: list[Holdings] = [plan.planner_data for plan in all_plans]
+        merged = take_merged(everyone, self._held.merges)
         division = divided(
             everyone, self._writers, to_minimum_rank=self.save_to_minimum_rank
         )
         paths = {name: path for held in everyone for name, path in held.paths.items()}
-        owned = _by_name(everyone)
+        owned = {**_by_name(everyone), **merged}
         plans = [
             SavePlan(
                 [

@@ -7,7 +7,7 @@ Made from what all ranks have told, by the same pure code on each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from hyper_parallel.core.distributed_checkpoint.chunks import ChunkList, chunk_o
 from hyper_parallel.core.distributed_checkpoint.entries import Entry
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import fill
-from hyper_parallel.core.distributed_checkpoint.holdings import Holdings
+from hyper_parallel.core.distributed_checkpoint.holdings import Holdings, Merge
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
     TensorStorageMetadata,
@@ -35,6 +35,19 @@ class Division:
     chunks: dict[int, set[Chunk]]
     objects: dict[int, set[str]]
     tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+
+
+def take_merged(
+    everyone: Sequence[Holdings], merges: Mapping[str, Merge]
+) -> dict[str, Any]:
+    """Takes the objects of which ranks may have different parts away from all of them; returns them made one."""
+    made = {}
+    for name, merge in merges.items():
+        values = [held.objects.pop(name) for held in everyone if name in held.objects]
+        made[name] = merge(values)
+        for held in everyone:
+            held.texts.pop(name, None)
+    return made
 
 
 def divided(

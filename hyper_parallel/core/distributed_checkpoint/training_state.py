@@ -28,6 +28,7 @@ from hyper_parallel.core.distributed_checkpoint.metadata import (
 from hyper_parallel.core.distributed_checkpoint.state_dict import PerRank
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.modules.absent import named_as_whole
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -86,6 +87,27 @@ class ModelState:
             self.model.load_state_dict(objects, strict=False)
 
 
+class _Groups(tuple[dict[str, Any], ...]):
+    """An optimizer's groups by name; stages of a pipeline have the parameters of each stage in theirs."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def merge_ranks(
+        everyone: Sequence[tuple[dict[str, Any], ...]],
+    ) -> tuple[dict[str, Any], ...]:
+        """The groups of all ranks in one; those of one number must have the same options."""
+        made: list[dict[str, Any]] = []
+        for groups in everyone:
+            for number, group in enumerate(groups):
+                if number == len(made):
+                    made.append({**group, "params": ()})
+                _check_same_options(number, made[number], group)
+                names = (*made[number]["params"], *group["params"])
+                made[number]["params"] = tuple(dict.fromkeys(names))
+        return tuple(made)
+
+
 class OptimizerState:
     """The state and the options of an optimizer by the names that a model gives its parameters.
 
@@ -129,7 +151,7 @@ class OptimizerState:
         state = self._running() if expected is None else expected
         return {
             "state": {name: dict(values) for name, values in state.items()},
-            "groups": self._groups(),
+            "groups": _Groups(self._groups()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -164,7 +186,7 @@ class OptimizerState:
         groups, state = get_platform().optimizer_parts(self.optimizer)
         names = {
             id(parameter): name
-            for name, parameter in get_platform().parameters_dict(self.model).items()
+            for name, parameter in named_as_whole(self.model).items()
         }
         known = {id(parameter) for group in groups for parameter in group["params"]}
         strangers = [key for key in state if id(key) not in known]
@@ -402,6 +424,20 @@ def _taken(
     if value is not target:
         platform.load_into_param(target, value)
     return target
+
+
+def _check_same_options(
+    number: int, one: Mapping[str, Any], other: Mapping[str, Any]
+) -> None:
+    """A CheckpointError if two ranks have different options in their group of one number."""
+    if _what(one) != _what(other):
+        raise coded(
+            CheckpointError,
+            "HP512",
+            f"group {number} has the options {_what(one)} on one rank and {_what(other)} on another; give the groups "
+            "of all stages the same options in the same order",
+            field="groups",
+        )
 
 
 def _what(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -595,7 +595,8 @@ def _ordered_axes(layout: Layout) -> tuple[tuple[int, ...], ...]:
             raise coded(
                 ValueError,
                 "HP214",
-                f"{layout}: only Shard can shard dim {dim} on several axes, here {names}",
+                f"{layout}: only Shard can shard dim {dim} on several axes, here {names}; use it on each of them "
+                "(context parallelism does with load_balance=False)",
             )
         found.append(tuple(order))
     return tuple(found)

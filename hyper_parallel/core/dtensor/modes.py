@@ -6,6 +6,7 @@ with strict():                    an operator without a rule raises (HYPER_PARAL
 with implicit_replication():      a plain tensor mixed with distributed ones counts as replicated
 with SkipDTensorDispatch():       operators run on the shards
 with loss_parallel():             cross_entropy takes plain targets and moves no scores (in core.tensor_parallel)
+with attention_method("ring"):    attention on a sharded sequence passes keys on (in core.context_parallel)
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ class Override(NamedTuple):
 
     ``place_plain``: of the arguments by name, the plain tensors among them, by their ids, as distributed ones.
     ``keeps_layouts``: an operand that would have to be redistributed is an error.
+    ``call``: of the arguments by name, the result, in place of what the rule gives; NotImplemented leaves it to the
+    rule. Only operators that say so can be called in another way.
     """
 
     place_plain: Callable[..., Mapping[int, Any]] | None = None
     keeps_layouts: bool = False
+    call: Callable[..., Any] | None = None
 
 
 class Modes(threading.local):

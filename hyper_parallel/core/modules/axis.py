@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,16 @@ def batch_of(module: Any) -> Batch | None:
     """What plain tensors are to a module of a model on a data axis; None without one."""
     batch: Batch | None = vars(module).get(_BATCH)
     return batch
+
+
+def find_data_axes(modules: Iterable[Any]) -> list[str]:
+    """The names of the axes that divide the batch of modules already; "" for an axis without a name."""
+    found: dict[str, None] = {}
+    for batch in map(batch_of, modules):
+        if batch is not None:
+            names = batch.mesh.mesh_dim_names or ("",) * batch.mesh.ndim
+            found.update((names[axis], None) for axis in batch.axes)
+    return list(found)
 
 
 Wrap = Callable[[Any, Any], DTensor]  # of a module and a value that goes into it

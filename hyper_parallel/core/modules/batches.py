@@ -8,7 +8,12 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.modules.axis import Batch, MeshAxis, set_batch
+from hyper_parallel.core.modules.axis import (
+    Batch,
+    MeshAxis,
+    find_data_axes,
+    set_batch,
+)
 from hyper_parallel.core.modules.lifting import lift_rest
 from hyper_parallel.core.modules.plain import treat_plain_as_replicated
 from hyper_parallel.platform import get_platform
@@ -27,8 +32,8 @@ def divide_batches(module: Any, data_mesh: DeviceMesh, dim: int) -> None:
     axes: Sequence[int] = range(mesh.ndim)
     if mesh is not data_mesh:
         names = mesh.mesh_dim_names or ()
-        data_names = data_mesh.mesh_dim_names or ()
-        axes = [names.index(name) for name in data_names]
+        divided = {*(data_mesh.mesh_dim_names or ()), *find_data_axes(modules)}
+        axes = [axis for axis, name in enumerate(names) if name in divided]
     batch = Batch(mesh, tuple(axes), dim)
     for one in modules:
         set_batch(one, batch)
@@ -38,11 +43,16 @@ def divide_batches(module: Any, data_mesh: DeviceMesh, dim: int) -> None:
 
 
 def _find_joint_mesh(modules: list[Any], data_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of all axes that parameters are on."""
+    """The mesh of the data axes and of all others that parameters are on beside them.
+
+    Some may be on other axes of the same ranks, as experts are.
+    """
+    names = set(data_mesh.mesh_dim_names or ())
     meshes = [
         tensor.device_mesh
         for owner in modules
         for _, tensor in platform.own_tensors(owner)
         if isinstance(tensor, DTensor)
+        and names <= set(tensor.device_mesh.mesh_dim_names or ())
     ]
     return max([data_mesh, *meshes], key=lambda mesh: mesh.ndim)

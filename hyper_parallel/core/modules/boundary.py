@@ -14,6 +14,7 @@ run in the order in which they were attached, both ways: a later one sees what a
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -32,6 +33,17 @@ Leave = Callable[[Any, Any], Any]
 BeforeBackward = Callable[[Any, Any], Any]
 AfterBackward = Callable[[Any, Any, Any], Any]
 OnError = Callable[[Any], None]
+
+
+class EndedEarly(Exception):  # noqa: N818 - no error: a call that has all that it was made for
+    """Ends the calls of all modules that run, up to whoever catches it, with an output in place of theirs.
+
+    Attachments with ``on_error``, which have something to end, run ``leave`` with this output.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,6 +348,10 @@ def _unwind(module: Any, *_: Any) -> None:
     entered = _find_call(module)
     if entered is None:
         return
+    early = sys.exc_info()[1]
+    if isinstance(early, EndedEarly):
+        order = _Order([one for one in entered if one.on_error is not None])
+        early.output = _leave(order, module, early.output, entered)
     _CALLS.stack.pop()
     _undo(module, entered)
 

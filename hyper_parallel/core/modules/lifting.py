@@ -23,6 +23,7 @@ def lift_module(
 ) -> DeviceMesh:
     """Replicates a module's tensors along one more axis, and returns the mesh of all axes that they are on then.
 
+    Those that are on the axis already, such as experts that its ranks share, stay as they are along it.
     ``src_data_rank``: the index along the axis of the rank whose data the others get; None where they are equal.
     ``caller``: the public function, for messages.
     """
@@ -84,7 +85,9 @@ def _lift_tensor(
     tensor: DTensor, axis_mesh: DeviceMesh, mesh: DeviceMesh, source: int | None
 ) -> DTensor:
     local = platform.detach(tensor.to_local())
-    if source is not None and not platform.is_meta(local):
+    [axis_name] = axis_mesh.mesh_dim_names or ("",)
+    is_there = axis_name in (tensor.device_mesh.mesh_dim_names or ("",))
+    if source is not None and not platform.is_meta(local) and not is_there:
         rank, group = axis_mesh.rank_list[source], axis_mesh.get_group()
         local = platform.broadcast(platform.clone(local), rank, group)
     return _place_on(tensor, local, mesh)

@@ -33,6 +33,7 @@ from hyper_parallel.core.shard.execution import (
     Handled,
     Into,
     Ordered,
+    Overridable,
     Planned,
     Reduced,
     Run,
@@ -187,7 +188,11 @@ class Dispatcher:
         """The function that does what was decided, for calls with arguments like these."""
         called, way, inplace = decision.name, decision.way, decision.inplace
         if way is Way.RULE:
-            return self._compile_rule(decision, func, tensors, args, kwargs)
+            run = self._compile_rule(decision, func, tensors, args, kwargs)
+            op = decision.op
+            if op is not None and op.overridable:
+                return Overridable(run, called, op).run
+            return run
         if way is Way.WHOLE:
             return self._compile_whole(decision, func, tensors)
         if way in (Way.DIRECT, Way.COMPOSITE):

@@ -520,6 +520,23 @@ def _fingerprint(whole: Any) -> int | None:
     return zlib.crc32(np.ascontiguousarray(platform.tensor_to_numpy(whole)).data)
 
 
+class Overridable:
+    """A call that a context may do in another way; the usual way where it does not, or leaves the call alone."""
+
+    def __init__(self, usual: Run, called: OpName, op: Operator) -> None:
+        self._usual, self._called, self._op = usual, called, op
+
+    def run(self, tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
+        """The operator on these arguments."""
+        how = MODES.overrides.get(self._op.name)
+        if how is not None and how.call is not None:
+            named = platform.canonical_kwargs(kwargs)
+            result = how.call(**self._op.arguments(self._called, args, named))
+            if result is not NotImplemented:
+                return result
+        return self._usual(tensors, args, kwargs)
+
+
 class Back:
     """An in-place call that must move its target: computed beside it, and copied back into its layout."""
 

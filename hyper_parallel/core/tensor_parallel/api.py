@@ -15,6 +15,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, get_current_mesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.modules.absent import is_absent
 from hyper_parallel.core.modules.boundary import attachments
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
 from hyper_parallel.core.tensor_parallel.style import ParallelStyle
@@ -126,7 +127,8 @@ def _styles(
                 stacklevel=users_level(),
             )
         for name in names:
-            yield name, style
+            if not is_absent(modules[name]):
+                yield name, style
 
 
 def _segments(name: str) -> list[str]:

@@ -26,9 +26,9 @@ from hyper_parallel.core.dtensor.placement_types import (
     Shard,
 )
 from hyper_parallel.core.modules.layouts import Crossing, ModuleLayouts
+from hyper_parallel.core.modules.style import ParallelStyle
 from hyper_parallel.core.tensor_parallel.base import (
     LayoutStyle,
-    ParallelStyle,
     check_placement,
     own_tensor,
 )

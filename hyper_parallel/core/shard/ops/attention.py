@@ -100,4 +100,5 @@ operator(
     _attention,
     local=_attention_of_shard,
     ready=_attention_as_it_is,
+    overridable=True,
 )

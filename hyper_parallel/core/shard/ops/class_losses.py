@@ -11,12 +11,13 @@ sum of ``a``; every rank puts those of all together. Scores never leave their ra
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.layout import Layout, placements_of
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
+from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import OperatorError, check_explicit
 from hyper_parallel.core.shard.ops.stages import wide
@@ -35,20 +36,26 @@ def class_dim(ndim: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def layout_of_losses(layout: Layout) -> Layout:
     """How the losses of scores of this layout lie, and targets that are classes: as the scores, without the classes."""
-    dim_axes = list(layout.dim_axes)
-    del dim_axes[class_dim(len(dim_axes))]
-    return _layout(layout, dim_axes)
+    dims = list(range(len(layout.dim_axes)))
+    dims.remove(class_dim(len(dims)))
+    return _layout_of_dims(layout, dims)
 
 
 @functools.lru_cache(maxsize=4096)
 def layout_of_weights(layout: Layout) -> Layout:
     """How one number a class lies where the scores lie so."""
-    return _layout(layout, [layout.dim_axes[class_dim(len(layout.dim_axes))]])
+    return _layout_of_dims(layout, [class_dim(len(layout.dim_axes))])
 
 
-def _layout(like: Layout, dim_axes: Any) -> Layout:
-    placements = placements_of(dim_axes, [None] * like.mesh.ndim, like.mesh_shape)
-    return Layout.from_device_mesh(like.mesh)(list(placements)).bind(len(dim_axes))
+def _layout_of_dims(layout: Layout, dims: list[int]) -> Layout:
+    """The layout of a tensor that has only these dims of another one."""
+    placements: list[Placement] = [
+        replace(one, dim=dims.index(one.dim))
+        if isinstance(one, Shard) and one.dim in dims
+        else Replicate()
+        for one in layout.placements
+    ]
+    return Layout.from_device_mesh(layout.mesh)(placements).bind(len(dims))
 
 
 def losses_of_cut_classes(
@@ -74,7 +81,7 @@ def losses_of_cut_classes(
     )
     call = _Call(
         dim,
-        layout.shard_of(tuple(input.shape))[dim][0],
+        _first_class(input, dim),
         input.shape[dim],
         platform.create_group(layout.mesh.ranks_along(axes)),
         in_shares,
@@ -93,6 +100,12 @@ def losses_of_cut_classes(
     )
     shape = _without(input.shape, dim)
     return DTensor(found[0], losses, shape), DTensor(found[1], losses, shape)
+
+
+def _first_class(input: DTensor, dim: int) -> int:
+    """The first of this rank's classes, which follow each other."""
+    [(start, _)] = input.layout.spans_of(tuple(input.shape))[dim]
+    return int(start)
 
 
 def _local(
@@ -168,17 +181,23 @@ def _check(
 
 def _in_one_piece(input: DTensor) -> DTensor:
     """The scores with classes that follow each other on every rank."""
-    if input.layout.is_regular:
+    layout, dim = input.layout, class_dim(len(input.shape))
+    cut = [axis for axis, one in layout.irregular.items() if one.dim == dim]
+    if not cut:
         return input
     how = MODES.overrides.get("cross_entropy")
     if how is not None and how.keeps_layouts:
         raise coded(
             OperatorError,
             "HP315",
-            f"cross_entropy: loss_parallel() does not move scores, but {input.layout} cuts them section by "
+            f"cross_entropy: loss_parallel() does not move scores, but {layout} cuts them section by "
             "section; redistribute() them so that the classes of a rank follow each other",
         )
-    return input.redistribute(None, input.layout.regular())
+    placements = [
+        Shard(dim) if axis in cut else placement
+        for axis, placement in enumerate(layout.placements)
+    ]
+    return input.redistribute(None, layout.with_placements(placements))
 
 
 # --- on one rank

@@ -114,6 +114,7 @@ operator(
     "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False",
     _embedding,
     local=_embed_shard,
+    order_free=True,
 )
 
 

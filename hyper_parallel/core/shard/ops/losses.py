@@ -233,6 +233,7 @@ for _names, (_operands, _others) in LOSSES.items():
             f"{_first}, *, {_others + ', ' * bool(_others)}{REDUCTION}",
             _own,
             local=_loss_of_shard,
+            order_free=True,
         )
 
 
@@ -434,6 +435,7 @@ operator(
     _of_classes(_cross_entropy_of_cut_classes, _cross_entropy_mean, linear=False),
     local=_loss_of_shard,
     any_layout=True,
+    order_free=True,
 )
 
 

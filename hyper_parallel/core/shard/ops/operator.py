@@ -48,6 +48,7 @@ class Operator:
     ``lists``: it works on lists entry by entry, so they may hold plain and distributed tensors; only with ``direct``.
     ``any_layout``: ``handler``, ``direct`` or a function that ``rule`` gives is right for irregular placements too.
     ``order_free``: ``local`` asks its rank for sizes and shapes only, so a dim may have an irregular placement.
+    ``overridable``: a context may do its calls in another way; see ``Override.call``.
     ``family``: the module that put it into the table.
     """
 
@@ -65,6 +66,7 @@ class Operator:
     lists: bool = False
     any_layout: bool = False
     order_free: bool = False
+    overridable: bool = False
     family: str = ""
 
     def arguments(
@@ -121,12 +123,13 @@ def operator(
     lists: bool = False,
     any_layout: bool = False,
     order_free: bool = False,
+    overridable: bool = False,
 ) -> None:
     """Puts operators of these names, separated by spaces, into the table."""
     positional, defaults, rest = _parsed(parameters)
     family = sys._getframe(1).f_globals.get("__name__", "")
     ways = rule, local, handler, direct, view, zeros, ready, lists
-    facts = any_layout, order_free
+    facts = any_layout, order_free, overridable
     for name in names.split():
         OPERATORS[name] = Operator(
             name, positional, defaults, rest, *ways, *facts, family
