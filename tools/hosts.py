@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import shutil
@@ -118,8 +119,9 @@ class Hosts:
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
     def restore(self, host: int) -> None:
-        """Takes the link of a host up again."""
+        """Takes the link of a host up again; packets pass when this returns."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up")
+        self._wait_for_link(host)
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self._switch)
@@ -129,6 +131,17 @@ class Hosts:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             self._connect(host, name)
+        for host in range(self.count):
+            self._wait_for_link(host)
+
+    def _wait_for_link(self, host: int) -> None:
+        """Waits until the kernel has noticed that a link is up, which it may do up to a second later."""
+        deadline = time.monotonic() + 10
+        ends = (self.namespaces[host], INTERFACE), (self._switch, f"port{host}")
+        while not all(_is_up(*end) for end in ends):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the link of host {host} does not come up")
+            time.sleep(0.02)
 
     def _connect(self, host: int, name: str) -> None:
         """Joins a host to the switch; either end limits what it sends."""
@@ -156,6 +169,14 @@ class Hosts:
             for process in self._processes:
                 _kill_session(process)
             _remove_namespaces([self._switch, *self.namespaces])
+
+
+def _is_up(namespace: str, device: str) -> bool:
+    """Whether a device carries packets, as a port of a switch too."""
+    [link] = json.loads(_run("ip", "-n", namespace, "-d", "-j", "link", "show", device))
+    port = link["linkinfo"].get("info_slave_data", {})
+    is_forwarding = port.get("state", "forwarding") == "forwarding"
+    return link["operstate"] == "UP" and is_forwarding
 
 
 def clean(*, also_running: bool = False) -> list[str]:
