@@ -3,19 +3,20 @@
 
 Operators that lead both to an input and to a parameter are where the parts meet. The first part runs backward to the
 inputs and notes what gradients come to these operators; the second runs each of them again, towards its parameters
-only. A parameter that several such operators lead to by one way would be counted more than once: its gradient is
-computed in the first part.
+only. Computed in the first part all the same: the gradient of a parameter that several such operators lead to by one
+way, which would be counted more than once, and those of layers that are recomputed, which would run again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.checkpoint import _Holder
 
 Node = Any
 
@@ -30,13 +31,13 @@ def backward_inputs(
         torch.autograd.backward(list(outputs), list(gradients))
         return _do_nothing
     leads = _find_leads(outputs, inputs)
-    meetings, inseparable = _find_meetings(leads)
+    meetings, parameters = _find_meetings(leads)
     captured: dict[Node, tuple[Any, ...]] = {}
     hooks = [
         node.register_prehook(lambda given, node=node: captured.update({node: given}))
         for node in meetings
     ]
-    now = [*inputs, *(node.variable for node in inseparable)]
+    now = [*inputs, *(node.variable for node in parameters)]
     try:
         _run(outputs, gradients, now, keeps_graph=bool(meetings))
     finally:
@@ -44,10 +45,8 @@ def backward_inputs(
             hook.remove()
 
     def backward_parameters() -> None:
-        # A checkpoint is recomputed once for all operators: no two of them need the same saved tensor.
-        with GraphExecGroup():
-            for node, leaves in meetings.items():
-                _run_towards(node, captured.pop(node, None), leaves)
+        for node, leaves in meetings.items():
+            _run_towards(node, captured.pop(node, None), leaves)
 
     return backward_parameters
 
@@ -145,24 +144,45 @@ def _sort_nodes(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 
 def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
-    """Meeting nodes -> the leaves below each; and the leaves that more than one way leads to."""
+    """Meeting nodes -> the leaves below each; and the leaves whose gradients cannot wait."""
     owners: dict[Node, set[Node]] = defaultdict(set)  # of what leads to no input
+    recomputed: set[Node] = set()  # of that, what only a recomputation leads to
     for root in leads.roots - leads.to_input:
         owners[root] = {root}
     for node, below in reversed(leads.children.items()):
+        apart = [child for child in below if child not in leads.to_input]
+        if not apart:
+            continue
         above = {node} if node in leads.to_input else owners[node]
-        for child in below:
-            if child not in leads.to_input:
-                owners[child] |= above
-    shared = {node for node, above in owners.items() if len(above) != 1}
+        for child in apart:
+            owners[child] |= above
+        if node in recomputed or _waits_for_recomputation(node):
+            recomputed.update(apart)
+    inseparable = {node for node, above in owners.items() if len(above) != 1}
+    inseparable |= recomputed
     meetings: dict[Node, list[Node]] = defaultdict(list)
-    inseparable = []
+    now = []
     for node in leads.leaves:
         if node in leads.to_input:
             continue
         owner = next(iter(owners[node]))
-        if node in shared or owner not in leads.to_input:
-            inseparable.append(node)
+        if node in inseparable or owner not in leads.to_input:
+            now.append(node)
         else:
             meetings[owner].append(node)
-    return dict(meetings), inseparable
+    return dict(meetings), now
+
+
+def _waits_for_recomputation(node: Node) -> bool:
+    """Whether what an operator has saved is computed again when backward needs it."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if isinstance(getattr(one, "data", None), _Holder):
+                return True
+    return False
+
+
+@functools.lru_cache(maxsize=1024)  # autograd functions may be classes of a moment
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
