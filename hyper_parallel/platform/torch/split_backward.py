@@ -175,7 +175,7 @@ def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
 
 def _waits_for_recomputation(node: Node) -> bool:
     """Whether what an operator has saved is computed again when backward needs it."""
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             if isinstance(getattr(one, "data", None), _Holder):
