@@ -63,6 +63,10 @@ class Slot:
         return Slot(descriptor, nbytes)
 
 
+class PeerEndedError(RuntimeError):
+    """The process of another rank has ended, and what it shared has gone with it."""
+
+
 class Peers:
     """The ranks of a group on one host: the words that each of them writes, and whether its process has ended.
 
@@ -89,7 +93,8 @@ class Peers:
             if rank == self.index:
                 self.words.append(self.own)
                 continue
-            slot = self.open_slot(rank, address.descriptor, self._slot.nbytes)
+            path = self.path_of(rank, address.descriptor)
+            slot = Slot(address.descriptor, self._slot.nbytes, path)
             self.words.append(_view_words(slot))
             descriptor = os.pidfd_open(address.process)
             weakref.finalize(self, os.close, descriptor)
@@ -97,7 +102,13 @@ class Peers:
 
     def open_slot(self, rank: int, descriptor: int, nbytes: int) -> Slot:
         """Memory that another rank has under this descriptor."""
-        return Slot(descriptor, nbytes, self.path_of(rank, descriptor))
+        try:
+            return Slot(descriptor, nbytes, self.path_of(rank, descriptor))
+        except (FileNotFoundError, ProcessLookupError) as error:
+            message = (
+                f"shared memory: the process of rank {rank} of the group has ended"
+            )
+            raise PeerEndedError(message) from error
 
     def path_of(self, rank: int, descriptor: int) -> str:
         """Where a descriptor of another rank can be opened."""

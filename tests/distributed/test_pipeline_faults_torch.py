@@ -2,6 +2,8 @@
 """An error on one rank is an error on all, that names the action; a good step follows."""
 
 import copy
+import os
+import time
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
 from hyper_parallel.core.pipeline_parallel.messages import add_messages
 from hyper_parallel.core.pipeline_parallel.schedules import build_schedule
 from hyper_parallel.core.pipeline_parallel.text import format_csv
-from hyper_parallel.testing import on_ranks
+from hyper_parallel.platform.errors import CommunicationError
+from hyper_parallel.ranks import pool
+from hyper_parallel.testing import RankError, on_ranks, run_ranks
 
 
 class Fails(torch.autograd.Function):
@@ -145,6 +149,35 @@ def test_exception_on_one_of_four_ranks():
             pair.run_alone(x, y)
             pair.schedule.step(x, target=y)
             pair.check_gradients()
+
+
+def lose_a_rank(shares_memory, micro):
+    """Rank 1 ends in the forward of a micro batch."""
+    os.environ["HYPER_PARALLEL_SHARE_MEMORY"] = shares_memory
+    ranks = torch.distributed.new_group(range(2))  # which has agreed on nothing yet
+    pair = Pair(layers(2), "1F1B", micros=4, group=ranks)
+    x, y = batch(8)
+    if pair.rank == 1:
+        fault = Fault()
+        fault.set("forward", micro)
+        fault.end = lambda *_: os._exit(3) if fault.is_due("forward") else None
+        pair.piped[1].register_forward_pre_hook(fault.end)
+    began = time.monotonic()
+    try:
+        pair.schedule.step(x, target=y)
+    except CommunicationError as error:
+        took = time.monotonic() - began
+        raise RuntimeError(f"missing {error.missing}, late {took > 20}") from error
+
+
+@pytest.mark.parametrize(
+    ("shares_memory", "micro"), [("1", 0), ("1", 1), ("0", 1)]
+)  # before and after its first message, in memory and through sockets
+def test_a_killed_rank_is_named(monkeypatch, shares_memory, micro):
+    monkeypatch.setattr(pool, "GRACE", 10)
+    with pytest.raises(RankError) as raised:
+        run_ranks(lose_a_rank, 2, shares_memory, micro)
+    assert "missing (1,), late False" in str(raised.value)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from hyper_parallel.platform.contract.memory import round_up
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.messages import HEADER_BYTES, Messages
+from hyper_parallel.platform.shared_channel import PeerEndedError
 from hyper_parallel.platform.shared_queue import Message, Queues
 from hyper_parallel.platform.torch.faults import BACKEND_ERRORS, explain, waiting_in
 from hyper_parallel.platform.torch.sharing import connect
@@ -110,7 +112,9 @@ class SharedMessages(Messages):
         self._tell("irecv", (self._rank, source), HEADER_BYTES + round_up(nbytes))
 
     def receive(self, source: int, tag: int) -> tuple[bytes, Any]:
-        arrived = self._take(source, tag)
+        arrived = None
+        with suppress(PeerEndedError):  # which the wait explains
+            arrived = self._take(source, tag)
         if arrived is None:
             index = self._index_of[source]
             arrived = self._wait(
