@@ -36,18 +36,20 @@ def tensor(array: Any) -> Tensor:
     return Tensor(array.astype("int32"))
 
 
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy of all tokens."""
+    return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
 def step_of(model: Llama, optimizer: optim.Optimizer) -> Callable[[Any, Any], float]:
     """One step of training: the loss."""
 
-    def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
-        logits = model(ids)
-        loss = ops.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        )
+    def run(ids: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model(ids), targets)
         return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     with_gradients = mindspore.value_and_grad(
-        loss_of, None, weights=model.trainable_params()
+        run, None, weights=model.trainable_params()
     )
 
     def step(ids: Tensor, targets: Tensor) -> float:

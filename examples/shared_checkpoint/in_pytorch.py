@@ -30,15 +30,18 @@ def tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The cross entropy of all tokens."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def step_of(
     model: Llama, optimizer: torch.optim.Optimizer
 ) -> Callable[[Any, Any], float]:
     """One step of training: the loss."""
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = torch.nn.functional.cross_entropy(
-            model(ids).flatten(0, 1), targets.flatten()
-        )
+        loss = loss_of(model(ids), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

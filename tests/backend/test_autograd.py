@@ -39,6 +39,20 @@ def test_backward_adds_to_what_is_there(platform):
     assert frame.grad(x).tolist() == [6.0, 6.0]
 
 
+def test_backward_adds_gradients_that_are_views(platform):
+    """A linear layer's gradient may be the transpose of a product."""
+    weight = frame.leaf(frame.draw(2, 3), "float32")
+    total = np.zeros((2, 3))
+    for step in range(3):
+        x = frame.draw(4, 3, seed=step).astype("float32")
+        seed = frame.draw(4, 2, seed=10 + step).astype("float32")
+        with platform.tape():
+            out = platform.operator("linear")(tensor(x), weight)
+        platform.backward([out], [tensor(seed)])
+        total += seed.T @ x
+        np.testing.assert_allclose(frame.grad(weight), total, rtol=1e-5)
+
+
 def test_a_kept_graph_can_be_used_again(platform):
     x = frame.leaf([1.0, 2.0])
     with platform.tape():

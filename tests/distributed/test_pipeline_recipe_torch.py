@@ -37,7 +37,7 @@ def job_of(*overrides):
     return build(recipe, mesh)
 
 
-def facts_of(job, steps=3):
+def facts_of(job, steps=10):
     """The losses and norms of some steps, and the loss on held-out text."""
     parameters = [p for p in job.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, 1e-2)

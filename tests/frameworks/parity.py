@@ -3,7 +3,7 @@
 
 python tests/frameworks/parity.py torch FOLDER save             writes the checkpoint that all begin with
 python tests/frameworks/parity.py mindspore FOLDER 1 2 2x2      a line of JSON: the losses on each mesh ("1": on none)
-"fsdp2": parameters sharded along two ranks.
+"fsdp2": parameters sharded along two ranks. "1F1B", or another schedule: two stages.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 STEPS = 20
+SCHEDULES = ("GPipe", "1F1B", "ZB-H1")
 
 
 def on_this_rank(framework, shape, folder):
@@ -29,6 +30,8 @@ def on_this_rank(framework, shape, folder):
     model, mesh = own.new_model(SIZES), None
     if shape.startswith("fsdp"):
         return sharded(own, model, ranks_of(shape), folder)
+    if shape in SCHEDULES:
+        return staged(own, model, shape, folder)
     if shape != "1":
         sizes = tuple(map(int, shape.split("x")))
         mesh = init_device_mesh(
@@ -59,8 +62,35 @@ def sharded(own, model, ranks, folder):
     return [step(ids, targets) for _ in range(STEPS)]
 
 
+def staged(own, model, schedule, folder):
+    """The same in two stages, with four micro batches."""
+    from hyper_parallel import get_platform
+    from hyper_parallel.core.distributed_checkpoint import ModelState, load
+    from hyper_parallel.core.pipeline_parallel import (
+        build_stages,
+        get_schedule_class,
+        plan_stages,
+    )
+    from hyper_parallel.core.training import pipeline_step
+    from training import batch
+
+    rank, plan = get_platform().get_rank(), plan_stages(model, 2)
+    plan.keep(model, [rank])
+    load({"model": ModelState(model)}, checkpoint_id=folder)
+    stages = build_stages(model, plan, [rank])
+    runtime = get_schedule_class(schedule)(stages, 4, loss_fn=own.loss_of)
+    optimizer = own.new_optimizer(model)
+    ids, targets = map(own.tensor, batch(0))
+    return [
+        pipeline_step(runtime, model, optimizer, (ids,), targets).loss
+        for _ in range(STEPS)
+    ]
+
+
 def ranks_of(shape):
     """The number of processes."""
+    if shape in SCHEDULES:
+        return 2
     return math.prod(map(int, shape.removeprefix("fsdp").split("x")))
 
 

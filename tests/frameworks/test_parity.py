@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).with_name("parity.py")
-SHAPES = ("1", "2", "2x2", "fsdp2")
+SHAPES = ("1", "2", "2x2", "fsdp2", "1F1B")
 
 
 def run(*arguments):

@@ -18,6 +18,7 @@ from mindspore import Parameter, Tensor, mint
 
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.platform.mindspore import private
+from hyper_parallel.platform.mindspore.cpu.accumulation import contiguous_gradients
 from hyper_parallel.platform.mindspore.cpu.empty_shards import kernels
 from hyper_parallel.platform.mindspore.cpu.empty_shards.tensor import (
     call as call_guarded,
@@ -108,9 +109,10 @@ class Gradients(Platform):
     def _run_backward(
         self, tensors: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
     ) -> None:
-        private.run_backward()(
-            tuple(tensors), tuple(gradients), keep_graph, False, (), True
-        )
+        with contiguous_gradients(tensors):
+            private.run_backward()(
+                tuple(tensors), tuple(gradients), keep_graph, False, (), True
+            )
 
     def saved_tensors(
         self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
