@@ -11,7 +11,7 @@ from hyper_parallel.platform.error_codes import coded
 class CommunicationError(RuntimeError):
     """A collective did not complete: a peer never came, died, or called another collective.
 
-    ``collective``, ``number`` (the how-manieth of its group, from 1; 0 between two ranks), ``axis`` (of the mesh),
+    ``collective``, ``number`` (its 1-based index within the group; 0 between two ranks), ``axis`` (of the mesh),
     ``ranks`` (the group's) and ``missing`` (None where it could not be found out) say in data what the message says
     in words.
     """
@@ -52,9 +52,9 @@ def unfinished(
 ) -> CommunicationError:
     """The error of a rank that waited in ``collective`` in vain.
 
-    ``missing``: those that never came, None where that cannot be known. ``elsewhere``: what others waited in.
-    ``number``: the how-manieth collective of the group it was, from 1; 0 where that is not counted. ``axis``: what the
-    mesh calls the group.
+    ``missing``: those that never came, None if unknown. ``elsewhere``: what others waited in.
+    ``number``: its 1-based index within the group; 0 where collectives are not counted. ``axis``: what the mesh calls
+    the group.
     """
     name = (
         f"group {group!r} of ranks {list(ranks)}"

@@ -86,7 +86,7 @@ def get_platform() -> Platform:
     """The one platform of this process.
 
     HYPER_PARALLEL_PLATFORM decides; else the framework that the program has imported, if it is exactly one; else
-    MindSpore if it can be had; else torch.
+    MindSpore if it is installed; else torch.
     """
     global platform  # noqa: PLW0603 - the contract names this variable as the cache
     if platform is None:

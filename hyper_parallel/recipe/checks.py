@@ -134,7 +134,7 @@ def _named(
         return
     source = _source(recipe, file)
     if source is None:
-        yield Problem(f"{part}.file", f"{path} is no Python that can be read")
+        yield Problem(f"{part}.file", f"{path} is not valid Python")
         return
     names = source.classes if kind == "class" else source.functions
     if name is None:

@@ -94,8 +94,8 @@ def compute_loss(
         raise coded(
             TypeError,
             "HP704",
-            f"the model's output on {mesh} is a plain {type(logits).__name__}, of which nobody knows how "
-            "it lies; say use_local_output=False for the styles of the plan, and end it with '': Replicated()",
+            f"the model's output on {mesh} is a plain {type(logits).__name__} without a layout; set "
+            "use_local_output=False for the styles of the plan, and end it with '': Replicated()",
         )
     if platform.get_element_size(logits) < 4:
         logits = platform.tensor_type_cast(logits, "float32")

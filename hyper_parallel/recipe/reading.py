@@ -77,7 +77,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Places, list[Problem]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark is not None else ""
-        told = f"this is no YAML: {getattr(error, 'problem', None) or error}"
+        told = f"invalid YAML: {getattr(error, 'problem', None) or error}"
         raise RecipeError(path, [Problem("", told, place)]) from None
     finally:
         loader.dispose()

@@ -54,7 +54,7 @@ class Parting:
     module: str  # dotted name; "" is the model itself
     place: str
     detail: str
-    call: int = 1  # the how-manieth call of the module
+    call: int = 1  # the 1-based index of the call of the module
     callee: str = ""
     parameter: str = ""
     where: str = ""  # of a pipeline: the stage and the micro batch

@@ -259,7 +259,7 @@ def test_what_cannot_be_is_named_with_a_way_out(folder, overrides, nproc, told):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("steps: [1", "line 1: this is no YAML: .*"),
+        ("steps: [1", "line 1: invalid YAML: .*"),
         ("- steps", "line 1: expected keys such as model: and data:, found a list"),
         (GOOD + "steps: 3\n", "line 12: steps: it is there twice, first in line 1"),
         ("", "data: this key is needed"),

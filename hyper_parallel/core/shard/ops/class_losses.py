@@ -348,7 +348,7 @@ def _functions() -> dict[str, Any]:
             )
             if not call.in_shares:
                 kept = call.kept(target)
-                # A target that is no class at all is no rank's, which must be seen.
+                # An out-of-range target belongs to no rank; make the loss nan.
                 outside = kept & ((target < 0) | (target >= call.classes))
                 losses = losses.masked_fill(~kept, 0).masked_fill(outside, float("nan"))
                 shares = shares.masked_fill(outside, float("nan"))

@@ -360,7 +360,7 @@ def _nll_of_shard(
         losses = (losses if weight is None else losses * weight[index]).masked_fill(
             ~mine, 0
         )
-    # A target that is no class at all is no rank's, which must be seen.
+    # An out-of-range target belongs to no rank; make the loss nan.
     losses = losses.masked_fill(
         kept & ((target < 0) | (target >= here.whole("c"))), float("nan")
     )
