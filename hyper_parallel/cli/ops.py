@@ -310,7 +310,7 @@ def _explain_pending(rule: Rule) -> Iterator[str]:
 
 def _rules(op: Operator) -> Iterator[Rule]:
     """Its rule, or those for some arguments that are guessed."""
-    from hyper_parallel.core.shard.ops import Ruled
+    from hyper_parallel.core.shard.ops import RuleForCall
     from hyper_parallel.core.shard.rule import Rule
 
     if isinstance(op.rule, Rule):
@@ -322,7 +322,7 @@ def _rules(op: Operator) -> Iterator[Rule]:
             found = op.rule(**arguments)
         except Exception:  # noqa: BLE001, S112 - these arguments do not fit; others may
             continue
-        if isinstance(found, (Rule, Ruled)):
+        if isinstance(found, (Rule, RuleForCall)):
             yield found if isinstance(found, Rule) else found.rule
 
 

@@ -26,7 +26,7 @@ from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.dtensor.modes import explicit, implicit_replication, strict
 from hyper_parallel.core.dtensor.placement_types import FusedShard
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.ops import class_losses
+from hyper_parallel.core.shard.ops import sharded_cross_entropy
 from hyper_parallel.core.tensor_parallel.loss import loss_parallel
 from hyper_parallel.testing import on_ranks
 
@@ -389,7 +389,7 @@ def test_a_target_that_is_no_class_is_refused_on_all_ranks():
 @on_ranks(4)
 def test_a_target_that_is_no_class_is_a_nan_on_an_accelerator():
     """There the question would wait for all that runs, so nobody asks."""
-    with mock.patch.object(class_losses, "_refuse_outside"):
+    with mock.patch.object(sharded_cross_entropy, "_refuse_outside"):
         check_that_it_is_a_nan()
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from rules.operators import IS_TORCH, MESHES, check
 
-from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
+from hyper_parallel.core.shard.ops.operator import OPERATORS, RuleForCall
 from hyper_parallel.core.shard.rule import Rule
 
 ALIKE = {"a": 4, "b": 4, "c": 4}  # no shape gives the fault away
@@ -35,7 +35,7 @@ def is_found(case, operator, fault, *also):
 
 def takes(text, *names, **settings):
     """A rule for operands that are not the first parameters."""
-    return lambda **arguments: Ruled(
+    return lambda **arguments: RuleForCall(
         Rule(text, **settings), operands=[arguments[name] for name in names]
     )
 
@@ -51,7 +51,7 @@ def unmarked(name, *marks):
 
     def broken(**arguments):
         ruled = rule if isinstance(rule, Rule) else rule(**arguments)
-        ruled = ruled if isinstance(ruled, Ruled) else Ruled(ruled)
+        ruled = ruled if isinstance(ruled, RuleForCall) else RuleForCall(ruled)
         text = ruled.rule.text
         for marked in marks or ("!",):
             text = text.replace(marked, marked.strip("!+"))
@@ -66,7 +66,7 @@ def linear(name, *groups):
 
     def broken(**arguments):
         ruled = rule if isinstance(rule, Rule) else rule(**arguments)
-        ruled = ruled if isinstance(ruled, Ruled) else Ruled(ruled)
+        ruled = ruled if isinstance(ruled, RuleForCall) else RuleForCall(ruled)
         return replace(ruled, rule=replace(ruled.rule, linear=groups, carries=("sum",)))
 
     return {"rule": broken}

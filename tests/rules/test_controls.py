@@ -14,7 +14,7 @@ from rules.test_controls_of_sequences import BROKEN as OF_SEQUENCES
 from rules.test_dispatch import compare
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.ops import losses, norms, reductions, stages
+from hyper_parallel.core.shard.ops import losses, norms, reductions, staged_reductions
 from hyper_parallel.core.shard.ops.operator import OPERATORS
 from hyper_parallel.core.shard.rule import Rule, einsum, pointwise, reduction
 from hyper_parallel.testing import run_ranks
@@ -262,7 +262,7 @@ def weight_of_targets(target, weight, ignore_index):
 STAGES = [  # the case, the module, what takes the place of its function, why that is wrong
     (
         "amax of ties",
-        stages,
+        staged_reductions,
         "shared_extreme",
         shared_extreme,
         "ranks share the gradient, not elements",

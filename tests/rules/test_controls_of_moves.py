@@ -8,7 +8,7 @@ from rules.faults import is_found, linear, local, unmarked
 from rules.operators import IS_TORCH
 from rules.outcomes import found_here
 
-from hyper_parallel.core.shard.ops.operator import OPERATORS, Ruled
+from hyper_parallel.core.shard.ops.operator import OPERATORS, RuleForCall
 from hyper_parallel.core.shard.ops.views import moved, reordered
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.rule import pointwise as elementwise
@@ -28,7 +28,7 @@ def unpadded(here, input, weight, **_):
 
 
 def whole_rows(input, index):
-    return Ruled(
+    return RuleForCall(
         Rule("... {dim=v}!, j -> ... {dim=j}", linear=((0, 1),)),
         operands=[input, index],
     )

@@ -4,7 +4,7 @@
 import pytest
 
 from hyper_parallel.core.shard import (
-    Place,
+    AxisUse,
     Rule,
     einsum,
     lookup,
@@ -119,8 +119,8 @@ def test_lists_are_joined_and_taken_apart():
     assert move("... {dim}! -> [...]").bind([(3, 4)], {"dim": 0}).result_shapes == (
         ((4,), (4,), (4,)),
     )
-    assert cat.choices()[1].operands == ((Place(0),) * 3,)
-    assert split.choices()[1].results == ((Place(1),) * 2,)
+    assert cat.choices()[1].operands == ((AxisUse(0),) * 3,)
+    assert split.choices()[1].results == ((AxisUse(1),) * 2,)
 
 
 def test_absent_operands_stay_absent():

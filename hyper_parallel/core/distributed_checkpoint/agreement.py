@@ -47,7 +47,7 @@ class Ranks:
         get_platform().all_gather_object(everyone, value, self._group)
         return everyone
 
-    def largest(self, numbers: list[int]) -> list[int]:
+    def all_reduce_max(self, numbers: list[int]) -> list[int]:
         """For each of some int64 numbers the largest of all ranks, in one exchange."""
         if self.is_silent:
             return numbers
@@ -79,7 +79,7 @@ class Ranks:
             *(-1 - number for number in own),
             int(token, 16) >> 1,
         ]
-        failed, *found, chosen = self.largest(numbers)
+        failed, *found, chosen = self.all_reduce_max(numbers)
         if failed:
             self._raise(error)
         return found[: len(own)] == [
@@ -95,7 +95,7 @@ class Ranks:
         after the others have been told.
         """
         error, result = _attempted(work)
-        if self.largest([int(error is not None)]) != [0]:
+        if self.all_reduce_max([int(error is not None)]) != [0]:
             undo()
             self._raise(error)
         return result

@@ -26,7 +26,7 @@ Merge = Callable[[Sequence[Any]], Any]
 
 
 @dataclass
-class Holdings:
+class LocalState:
     """One rank's part of a state dict. Without ``tensors`` it is facts that can be sent to others."""
 
     rank: int
@@ -49,7 +49,7 @@ class Holdings:
         default_factory=dict
     )  # makes one object of those that the ranks have
 
-    def facts(self) -> Holdings:
+    def facts(self) -> LocalState:
         """The same without data, with samples of the tensors' bytes to compare."""
         entries = {
             name: replace(entry, sample=sampled(self.tensors[name]))
@@ -107,9 +107,9 @@ def holdings_of(
     *,
     allow_pickle: bool = False,
     find_ties: bool = True,
-) -> Holdings:
+) -> LocalState:
     """What this rank has; objects that cannot be stored are refused here, before anything is written."""
-    platform, made = get_platform(), Holdings(rank)
+    platform, made = get_platform(), LocalState(rank)
     known: dict[Any, str] = {}
     for name, leaf in sorted(flattened(state_dict).items()):
         if leaf.path != (name,):

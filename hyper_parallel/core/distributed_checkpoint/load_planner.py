@@ -84,7 +84,7 @@ class StandardLoadPlanner(LoadPlanner):
     def leave_to_others(self, ranks: Ranks) -> None:
         """Skips names that other ranks ask for, such as those of other stages; all ranks call this."""
         unexpected = set(self.report().unexpected)
-        if ranks.largest([len(unexpected)]) != [0]:
+        if ranks.all_reduce_max([len(unexpected)]) != [0]:
             of_nobody = set.intersection(*ranks.gather(unexpected))
             self._of_others = unexpected - of_nobody
 

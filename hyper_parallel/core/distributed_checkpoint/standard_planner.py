@@ -15,7 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint.entries import Entry, writers
-from hyper_parallel.core.distributed_checkpoint.holdings import Holdings, holdings_of
+from hyper_parallel.core.distributed_checkpoint.global_plan import (
+    WriteAssignment,
+    divided,
+    take_merged,
+)
+from hyper_parallel.core.distributed_checkpoint.holdings import LocalState, holdings_of
 from hyper_parallel.core.distributed_checkpoint.load_planner import StandardLoadPlanner
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,11 +33,6 @@ from hyper_parallel.core.distributed_checkpoint.planner import (
     SavePlanner,
     WriteItem,
     WriteItemType,
-)
-from hyper_parallel.core.distributed_checkpoint.together import (
-    Division,
-    divided,
-    take_merged,
 )
 
 __all__ = ["StandardLoadPlanner", "StandardSavePlanner"]
@@ -71,7 +71,7 @@ class StandardSavePlanner(SavePlanner):
         self._state_dict = state_dict
         self._held = self._look(find_ties=True)
 
-    def _look(self, *, find_ties: bool) -> Holdings:
+    def _look(self, *, find_ties: bool) -> LocalState:
         return holdings_of(
             self._state_dict,
             self._rank,
@@ -158,7 +158,7 @@ class StandardSavePlanner(SavePlanner):
     def build_global_plan(
         self, all_plans: Sequence[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
-        everyone: list[Holdings] = [plan.planner_data for plan in all_plans]
+        everyone: list[LocalState] = [plan.planner_data for plan in all_plans]
         merged = take_merged(everyone, self._held.merges)
         division = divided(
             everyone, self._writers, to_minimum_rank=self.save_to_minimum_rank
@@ -179,7 +179,7 @@ class StandardSavePlanner(SavePlanner):
         names = {name: None for held in everyone for name in (*held.objects, *owned)}
         return plans, _metadata(division.tensors, names, paths)
 
-    def _is_kept(self, item: WriteItem, rank: int, division: Division) -> bool:
+    def _is_kept(self, item: WriteItem, rank: int, division: WriteAssignment) -> bool:
         if item.type is WriteItemType.BYTE_IO:
             return item.index.fqn in division.objects[rank]
         return (
@@ -231,7 +231,7 @@ def _object_items(objects: Mapping[str, Any]) -> list[WriteItem]:
     ]
 
 
-def _by_name(everyone: Sequence[Holdings]) -> dict[str, dict[int, Any]]:
+def _by_name(everyone: Sequence[LocalState]) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for held in everyone:
         for name, value in held.own_objects.items():

@@ -59,7 +59,7 @@ def redistribute(
             local
         ):  # backward needs the part as it is now, whatever is changed in place
             local = platform.operator("clone")(local)
-        with cause(implicit):
+        with attributed(implicit):
             local = _functions()["reduce"].apply(local, source, axis, tuple(shape))
         source, value = _with(source, axis, Replicate()), None
     summed, varied = tuple(summed), tuple(varied)
@@ -75,7 +75,7 @@ def redistribute(
 def _moved(way: _Way, local: Any, value: Any) -> Any:
     """The shard by this way, outside the graph; a tensor of its own, which may share its memory."""
     if value is None:
-        with cause(way.implicit):
+        with attributed(way.implicit):
             value = run(
                 plan(
                     way.source,
@@ -163,7 +163,7 @@ class _Cause(threading.local):
 _CAUSE = _Cause()
 
 
-class cause:  # noqa: N801 - a context, quicker than a generator
+class attributed:  # noqa: N801 - a context, quicker than a generator
     """What is communicated inside was asked for by name, or was not."""
 
     def __init__(self, implicit: bool) -> None:

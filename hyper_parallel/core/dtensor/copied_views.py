@@ -38,7 +38,7 @@ def remember_base(
     tensor: Any, base: Any, name: str, again: Callable[[], Any], is_view: bool
 ) -> None:
     """Has a tensor follow the one that it was copied from, where a view was asked for."""
-    tensor._copy_of = tensor._copy_of or name
+    tensor._lost_view_of = tensor._lost_view_of or name
     version = platform.version_of(base._local)
     if (
         version is None or not platform.counts_changes
@@ -67,5 +67,5 @@ def follow_base(tensor: Any) -> None:
         )
     with platform.recording(taken.recording):
         fresh = taken.again()
-    tensor._local, tensor._routes, tensor._origin = fresh._local, None, None
+    tensor._local, tensor._routes, tensor._gathered_from = fresh._local, None, None
     tensor._taken = fresh._taken

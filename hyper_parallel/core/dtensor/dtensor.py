@@ -113,7 +113,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         made = DTensor(local, layout, shape)
         spec_of(made)
         # All that is made from one plain tensor in one layout shares its routes, and so the sum of its gradient.
-        made._is_plain = True
+        made._wraps_user_tensor = True
         platform.mark_escaped(local)
         return made
 
@@ -209,7 +209,7 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
         pairs = zip(self._layout.placements, target.placements, strict=True)
         if any(before.is_shard() and after.is_replicate() for before, after in pairs):
             # Parts of its gradient go straight back to the shards, as long as neither is changed in place.
-            made._origin = self
+            made._gathered_from = self
             made._origin_versions = versions(self, made)
             made._routes = routes_of_moved(self, target)
         return made
@@ -225,7 +225,9 @@ class DTensor(platform.DTensorBase):  # type: ignore[misc, name-defined]
     def detached_copy(self) -> DTensor:
         """The detached tensor; a copied view still follows its base."""
         made = DTensor(self.to_local().detach(), self._layout, self._shape)
-        remember_base(made, self, self._copy_of or "detach", self.detach, is_view=True)
+        remember_base(
+            made, self, self._lost_view_of or "detach", self.detach, is_view=True
+        )
         return made
 
     def gradient_source(self) -> DTensor:

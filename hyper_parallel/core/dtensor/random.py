@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.collectives import cause
+from hyper_parallel.core.dtensor.collectives import attributed
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.platform import get_platform
@@ -64,7 +64,7 @@ def _of_first_rank(number: int, mesh: DeviceMesh, axes: list[int]) -> int:
     ranks = mesh.ranks_along(axes)
     if len(ranks) == 1:
         return number
-    with cause(implicit=True):
+    with attributed(implicit=True):
         sent = platform.broadcast(
             _tensor_of(number), ranks[0], platform.create_group(ranks)
         )
@@ -75,7 +75,7 @@ def _is_true_anywhere(statement: bool, mesh: DeviceMesh, axes: list[int]) -> boo
     ranks = mesh.ranks_along(axes)
     if len(ranks) == 1:
         return statement
-    with cause(implicit=True):
+    with attributed(implicit=True):
         found = platform.all_reduce(
             _tensor_of(int(statement)), platform.create_group(ranks), op="max"
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from hyper_parallel.core.dtensor.collectives import cause, redistribute
+from hyper_parallel.core.dtensor.collectives import attributed, redistribute
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial
 from hyper_parallel.platform import get_platform
@@ -80,7 +80,7 @@ class Bucket:
         if self.is_started:
             return
         platform = get_platform()
-        with platform.no_grad(), cause(implicit=True):
+        with platform.no_grad(), attributed(implicit=True):
             group = platform.create_group(list(self._ranks))
             flat = [part.gradient.reshape(-1) for part in self._parts]
             self._sums, self._handle = platform.all_reduce(

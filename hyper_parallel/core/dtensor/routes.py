@@ -154,7 +154,7 @@ def _made(
             varied=summed,
             implicit=implicit,
         )
-    view = tensor._origin
+    view = tensor._gathered_from
     if isinstance(view, ViewOf):
         base, again, version = view
         if (
@@ -215,7 +215,7 @@ def versions(*tensors: Any) -> tuple[int | None, ...]:
 
 def _origin_for(tensor: Any, target: Layout, summed: tuple[int, ...]) -> Any:
     """What the tensor was gathered from, where the parts of its gradient can go straight back there."""
-    origin = tensor._origin
+    origin = tensor._gathered_from
     if (
         origin is None
         or target is not tensor._layout
@@ -254,7 +254,7 @@ def _remembered(tensor: Any, local: Any) -> tuple[Any, int]:
     if version is None:  # nobody could tell whether what is remembered is still true
         return None, 0
     if tensor._routes is None:
-        tensor._routes = platform.memory_of(local) if tensor._is_plain else {}
+        tensor._routes = platform.memory_of(local) if tensor._wraps_user_tensor else {}
     return tensor._routes, version
 
 
@@ -263,9 +263,9 @@ def _forget_others(routes: Any, version: int) -> None:
         routes.pop(key, None)
 
 
-def hold(tensor: Any, local: Any) -> None:
+def adopt_after_inplace(tensor: Any, local: Any) -> None:
     """After a change in place: the tensor's data is another tensor where the framework records no such change."""
     if not platform.counts_changes:
         platform.note_change(tensor._local)
     if local is not None and local is not tensor._local:
-        tensor.hold(local)
+        tensor.adopt_after_inplace(local)

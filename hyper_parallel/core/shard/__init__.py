@@ -11,9 +11,9 @@ from hyper_parallel.core.shard.notation import (
     parse,
 )
 from hyper_parallel.core.shard.rule import (
+    AxisUse,
     BoundRule,
     Choice,
-    Place,
     Rule,
     einsum,
     lookup,
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from hyper_parallel.core.shard.arguments import OperatorError
     from hyper_parallel.core.shard.dfunction import DFunction
     from hyper_parallel.core.shard.mapping import local_map
-    from hyper_parallel.core.shard.ops.operator import Ruled, operator
+    from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
     from hyper_parallel.core.shard.ops.parallel_ops import DistributedOp
     from hyper_parallel.core.shard.registration import register_sharding
     from hyper_parallel.core.shard.sharding_plan import ShardingPlan, shard_module
 
 __all__ = [
+    "AxisUse",
     "BoundFactor",
     "BoundRule",
     "BoundTensor",
@@ -41,9 +42,8 @@ __all__ = [
     "Notation",
     "NotationError",
     "OperatorError",
-    "Place",
     "Rule",
-    "Ruled",
+    "RuleForCall",
     "ShardingPlan",
     "einsum",
     "from_equation",
@@ -63,7 +63,7 @@ _OF_THE_FRAMEWORK = {
     "DFunction": "dfunction",
     "DistributedOp": "ops.parallel_ops",
     "OperatorError": "arguments",
-    "Ruled": "ops.operator",
+    "RuleForCall": "ops.operator",
     "ShardingPlan": "sharding_plan",
     "local_map": "mapping",
     "operator": "ops.operator",

@@ -10,8 +10,8 @@
 
 #define MOST 48 /* entries of a key, and arguments of a call */
 
-static PyObject *n_spec, *n_local, *n_unrecorded, *n_copy_of, *n_dtype, *n_device, *n_shape, *n_requires_grad, *n_layout,
-    *n_global_shape, *n_skip, *n_dict, *n_origin, *with_grad, *without_grad;
+static PyObject *n_spec, *n_local, *n_unrecorded, *n_lost_view_of, *n_dtype, *n_device, *n_shape, *n_requires_grad, *n_layout,
+    *n_global_shape, *n_skip, *n_dict, *n_gathered_from, *with_grad, *without_grad;
 
 /* --- a plan in which no tensor changes its layout, none is in a list, and there is one result */
 
@@ -268,8 +268,8 @@ static PyObject *finished(Dispatch *self, Plan *plan, PyObject *result, PyObject
         made = wrapped_first(plan, result, dtype, first);
     Py_DECREF(dtype);
     if (made != NULL && plan->view && known == 1) {
-        PyObject *copy_of = PyObject_GetAttr(first, n_copy_of);
-        if (copy_of == NULL || (copy_of != Py_None && PyObject_SetAttr(made, n_copy_of, copy_of))) Py_CLEAR(made);
+        PyObject *copy_of = PyObject_GetAttr(first, n_lost_view_of);
+        if (copy_of == NULL || (copy_of != Py_None && PyObject_SetAttr(made, n_lost_view_of, copy_of))) Py_CLEAR(made);
         Py_XDECREF(copy_of);
     }
     return made;
@@ -319,11 +319,11 @@ static PyObject *dispatch(PyObject *callable, PyObject *const *given, size_t fla
     int records = recording == Py_True;
     if (records && found.unrecorded) goto slow;
     /* A copy of what the user means to change is refused in Python. */
-    if (((Plan *)plan)->inplace && !lacks(found.tensors[0], n_copy_of)) goto slow;
+    if (((Plan *)plan)->inplace && !lacks(found.tensors[0], n_lost_view_of)) goto slow;
     Py_INCREF(plan);
     PyObject *result = NULL, *made = NULL;
     /* A view of what was gathered remembers that. */
-    int routed = ((Plan *)plan)->routed || (((Plan *)plan)->view && !lacks(found.tensors[0], n_origin));
+    int routed = ((Plan *)plan)->routed || (((Plan *)plan)->view && !lacks(found.tensors[0], n_gathered_from));
     if (records && routed) {
         made = run_in_python((Plan *)plan, &found, args, kwargs);
     } else if ((result = call_on_shards(self, (Plan *)plan, args, kwargs)) != NULL) {
@@ -415,10 +415,10 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
     struct { PyObject **name; const char *text; } names[] = {
-        {&n_spec, "_spec"}, {&n_local, "_local"}, {&n_unrecorded, "_unrecorded"}, {&n_copy_of, "_copy_of"},
+        {&n_spec, "_spec"}, {&n_local, "_local"}, {&n_unrecorded, "_unrecorded"}, {&n_lost_view_of, "_lost_view_of"},
         {&n_dtype, "dtype"}, {&n_device, "device"}, {&n_shape, "shape"}, {&n_requires_grad, "requires_grad"},
         {&n_layout, "_layout"}, {&n_global_shape, "_shape"}, {&n_skip, "skip"}, {&n_dict, "__dict__"},
-        {&n_origin, "_origin"},
+        {&n_gathered_from, "_gathered_from"},
     };
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         if ((*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) return NULL;

@@ -28,16 +28,16 @@ from hyper_parallel.core.shard.arguments import (
 )
 from hyper_parallel.core.shard.decision import Decision, Way, decide_call
 from hyper_parallel.core.shard.execution import (
-    Back,
-    Direct,
-    Handled,
-    Into,
+    Composite,
+    CopyBack,
+    OnWholeTensors,
     Ordered,
+    OutArgument,
     Overridable,
     Planned,
+    RawHandler,
     Reduced,
     Run,
-    Whole,
     fast,
 )
 from hyper_parallel.core.shard.irregular import (
@@ -116,7 +116,7 @@ class Dispatcher:
         for number, one in enumerate(result if several else (result,)):
             if (
                 not isinstance(one, DTensor)
-                or one._copy_of is None
+                or one._lost_view_of is None
                 or one._taken is not None
                 or one is tensors[0]
             ):
@@ -145,7 +145,7 @@ class Dispatcher:
         ):
             if self.on_decision is not None:
                 self.on_decision(Decision(called, Way.DIRECT, op=op))
-            return Direct(op.direct, func).run([], args, kwargs)
+            return RawHandler(op.direct, func).run([], args, kwargs)
         if called.inplace and changes_plain(args, kwargs):
             return func(*with_values(tuple(args)), **with_values(dict(kwargs)))
         how = MODES.overrides.get(called.name)
@@ -201,9 +201,9 @@ class Dispatcher:
             assert decision.view is not None
             return decision.view
         others: dict[Way, Any] = {
-            Way.OUT: Into(self.dispatch, func, called),
+            Way.OUT: OutArgument(self.dispatch, func, called),
             Way.REDUCE_FIRST: Reduced(self.dispatch, func, called, inplace),
-            Way.COPY_BACK: Back(self.dispatch, called),
+            Way.COPY_BACK: CopyBack(self.dispatch, called),
             Way.RESHAPE: Reshaped(self.dispatch, func, called.name),
         }
         run_other: Run = others[way].run
@@ -234,7 +234,7 @@ class Dispatcher:
         if all(choice.kind != "order" for choice in plan.choices):
             return planned
         if inplace:
-            otherwise = Back(self.dispatch, called).run
+            otherwise = CopyBack(self.dispatch, called).run
         else:
             otherwise = Reduced(self.dispatch, func, called, inplace, of_all=True).run
         return Ordered(planned, otherwise, bound.rule.finite).run
@@ -247,9 +247,9 @@ class Dispatcher:
         assert op is not None
         if decision.handler is None:
             assert op.direct is not None
-            run = Direct(op.direct, func).run
+            run = RawHandler(op.direct, func).run
         else:
-            run = Handled(op, decision.name, decision.handler).run
+            run = Composite(op, decision.name, decision.handler).run
         if decision.handler is itself:
             return run
         return accept_irregular(decision.name, run, tensors)
@@ -263,7 +263,7 @@ class Dispatcher:
         scalars = not any(tensor._shape for tensor in tensors)
         if not scalars:
             self._tell(name, decision.reason)
-        return Whole(func, decision.name, mesh, decision.inplace, scalars).run
+        return OnWholeTensors(func, decision.name, mesh, decision.inplace, scalars).run
 
     def _tell(self, name: str, reason: str) -> None:
         if MODES.strict:

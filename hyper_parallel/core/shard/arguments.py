@@ -206,12 +206,12 @@ def on_shards(func: Any, args: Any, kwargs: Any) -> Any:
 
 def refuse_copy(name: str, target: DTensor) -> None:
     """An error where a change of the target would be lost."""
-    if target._copy_of is not None:
+    if target._lost_view_of is not None:
         raise coded(
             OperatorError,
             "HP307",
-            f"{name}: the target is the result of {target._copy_of} along a sharded dim, for which data was moved: "
-            "it is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = "
+            f"{name}: the target is the result of {target._lost_view_of} along a sharded dim, for which data was "
+            "moved: it is a copy, and the tensor that it was taken from would not change. Assign by index (x[...] = "
             "value), or redistribute() first",
         )
 

@@ -137,7 +137,7 @@ class _Binder:
         ] = {}  # where an attribute points, as given
         self._rest = -1  # the number of dims that "..." stands for in the results
         self._marks = notation.marks
-        self._origin: dict[
+        self._gathered_from: dict[
             str, tuple[str, int]
         ] = {}  # "a[1]" -> ("a", 1): one of several positions
         self._joined: set[str] = (
@@ -248,7 +248,7 @@ class _Binder:
         if count == 1:
             return base
         name = f"{base}[{index}]"
-        self._origin[name] = (base, index)
+        self._gathered_from[name] = (base, index)
         return name
 
     def _pointed(
@@ -386,7 +386,7 @@ class _Binder:
 
     def _given(self, name: str, operands: Bound = ()) -> int:
         """The size that the call gives to a factor which the operands do not have."""
-        base, index = self._origin.get(name, (name, -1))
+        base, index = self._gathered_from.get(name, (name, -1))
         if base.startswith(
             "{"
         ):  # a new dim without a name counts the tensors of the list, as stack does
@@ -456,7 +456,7 @@ class _Binder:
     def _factor(
         self, name: str, tensors: list[BoundTensor], results: list[BoundTensor]
     ) -> BoundFactor:
-        mark = self._marks.get(self._origin.get(name, (name, 0))[0])
+        mark = self._marks.get(self._gathered_from.get(name, (name, 0))[0])
         held = [result.find(name) is not None for result in results]
         spots = [[dim for dim in tensor.dims if name in dim] for tensor in tensors]
         whole = (

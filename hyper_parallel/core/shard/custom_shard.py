@@ -11,7 +11,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor, layout_of
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.shard.local_call import run_between
+from hyper_parallel.core.shard.local_call import call_on_shards
 from hyper_parallel.platform.error_codes import coded
 
 
@@ -38,7 +38,7 @@ def custom_shard(
         mesh = device_mesh or next(
             (t.device_mesh for t in args if isinstance(t, DTensor)), None
         )
-        return run_between(
+        return call_on_shards(
             name, func, args, kwargs, layouts, _results(mesh, out_placements)
         )
 

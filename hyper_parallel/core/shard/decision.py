@@ -28,8 +28,8 @@ from hyper_parallel.core.shard.irregular import keep_irregular, regular_layouts
 from hyper_parallel.core.shard.ops.operator import (
     OPERATORS,
     Operator,
-    Ruled,
-    Unruled,
+    RuleForCall,
+    UnruledCall,
 )
 from hyper_parallel.core.shard.propagate import OpPlan, propagate
 from hyper_parallel.core.shard.reshaped import SHAPE_CHANGES
@@ -152,7 +152,7 @@ def _decide_by_row(
     reason = ""
     try:
         return _decide_by_rule(name, op, tensors, args, kwargs, inplace)
-    except Unruled as why:
+    except UnruledCall as why:
         reason = str(why)
     except ValueError:
         # A rule may name a dim of a tensor that has none.
@@ -192,7 +192,7 @@ def _decide_by_rule(
     view = None if inplace else find_section_view(name, bound, arguments)
     if view is not None:
         return Decision(name, Way.SECTIONS, inplace, op, view=view)
-    text = (ruled.rule if isinstance(ruled, Ruled) else ruled).text
+    text = (ruled.rule if isinstance(ruled, RuleForCall) else ruled).text
     plan = _find_plan(op, bound, operands, inplace)
     if plan is None:
         return Decision(name, Way.COPY_BACK, inplace, op, rule=text)
@@ -231,9 +231,9 @@ def bind_call(
 ) -> tuple[BoundRule, list[Any]]:
     """The rule, bound to this call, and its operands: a DTensor, a list of them, or None."""
     if ruled is None:
-        raise Unruled("there is none for these arguments")
+        raise UnruledCall("there is none for these arguments")
     if isinstance(ruled, Rule):
-        ruled = Ruled(ruled)
+        ruled = RuleForCall(ruled)
     count = len(ruled.rule.notation.operands)
     given = (
         ruled.operands
@@ -261,7 +261,7 @@ def _check_list(value: Any) -> None:
     if isinstance(value, (list, tuple)):
         for entry in value:
             if not isinstance(entry, DTensor):
-                raise Unruled(
+                raise UnruledCall(
                     "a list among its operands holds something that is no tensor"
                 )
 
@@ -300,7 +300,9 @@ def find_moves(
             (i for i, (operand, _, _) in enumerate(waiting) if operand is tensor), None
         )
         if index is None:
-            raise Unruled("a tensor among its arguments is not an operand of the rule")
+            raise UnruledCall(
+                "a tensor among its arguments is not an operand of the rule"
+            )
         _, layout, summed = waiting.pop(index)
         moves.append(
             None if layout is tensor._layout and not summed else (layout, tuple(summed))

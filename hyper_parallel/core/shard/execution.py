@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Replicate
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.dtensor.routes import ViewOf, hold, local_for
+from hyper_parallel.core.dtensor.routes import ViewOf, adopt_after_inplace, local_for
 from hyper_parallel.core.dtensor.spec import (
     has_other_than_sum,
     spec_of,
@@ -80,7 +80,7 @@ class Planned:
         here: ShardContext | None,
     ) -> None:
         self._func, self._called, self._op, self._here = func, called, op, here
-        self._copy_of: str | None = None
+        self._lost_view_of: str | None = None
         self._single = len(made.results) == 1 and not isinstance(made.results[0], tuple)
         self._layouts = flat(made.results)
         shapes = [
@@ -113,7 +113,7 @@ class Planned:
         moves_first = bool(changes) and changes[0]
         is_copy = self._op.view and moves_first
         if is_copy and not _takes_elements(self._called, args):
-            self._copy_of = self._called.name
+            self._lost_view_of = self._called.name
         self._empty = any(
             layout.is_empty_somewhere(shape) for layout, shape in self._pieces(tensors)
         )
@@ -222,8 +222,8 @@ class Planned:
             made = wrap(result, dtype, layout, shape, spec)
             if tells:
                 platform.mark_alias(result, first._local)
-            if view and first._copy_of is not None:
-                made._copy_of = first._copy_of
+            if view and first._lost_view_of is not None:
+                made._lost_view_of = first._lost_view_of
             return made
 
         return wrapped
@@ -273,7 +273,7 @@ class Planned:
     def _mark_views(self, made: list[DTensor], base: DTensor) -> None:
         for one in made:
             platform.mark_alias(one._local, base._local)
-            one._copy_of = self._copy_of or base._copy_of
+            one._lost_view_of = self._lost_view_of or base._lost_view_of
 
     def _call_where_empty(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The local call where some rank has a shard without elements."""
@@ -387,7 +387,7 @@ def _remembering(func: Any, run: Run) -> Run:
 
     def run_view(tensors: list[DTensor], args: Any, kwargs: Any) -> Any:
         (first,), made = tensors, run(tensors, args, kwargs)
-        if first._origin is not None and made is not first:
+        if first._gathered_from is not None and made is not first:
 
             def again(shard: Any) -> Any:
                 shards = iter([shard])
@@ -396,7 +396,9 @@ def _remembering(func: Any, run: Run) -> Run:
                     **{k: replaced(value, shards) for k, value in kwargs.items()},
                 )
 
-            made._origin = ViewOf(first, again, platform.version_of(first._local))
+            made._gathered_from = ViewOf(
+                first, again, platform.version_of(first._local)
+            )
         return made
 
     return run_view
@@ -419,7 +421,7 @@ def _each(shape: Any, layout: Any) -> Any:
     return shape if isinstance(layout, tuple) else (shape,)
 
 
-class Handled:
+class Composite:
     """A call that a function of the table does by itself, by other operators."""
 
     def __init__(
@@ -439,7 +441,7 @@ class Handled:
         return result if result is tensors[0] else copied_back(tensors[0], result)
 
 
-class Direct:
+class RawHandler:
     """A call that a function of the table does by itself, with the arguments as they came."""
 
     def __init__(self, direct: Callable[..., Any], func: Any) -> None:
@@ -450,7 +452,7 @@ class Direct:
         return self._direct(self._func, args, kwargs)
 
 
-class Whole:
+class OnWholeTensors:
     """A call without a rule: on whole tensors, on every rank."""
 
     def __init__(
@@ -537,7 +539,7 @@ class Overridable:
         return self._usual(tensors, args, kwargs)
 
 
-class Back:
+class CopyBack:
     """An in-place call that must move its target: computed beside it, and copied back into its layout."""
 
     def __init__(self, dispatch: Callable[..., Any], called: OpName) -> None:
@@ -600,7 +602,7 @@ class Reduced:
         result = self._dispatch(self._func, args, kwargs, self._called)
         if given[0] is not tensors[0] and _is_view(self._called):
             for one in result if isinstance(result, (list, tuple)) else (result,):
-                one._copy_of = self._called.name
+                one._lost_view_of = self._called.name
         return result
 
     def _is_reduced(self, tensor: DTensor) -> bool:
@@ -661,7 +663,7 @@ def _is_view(called: OpName) -> bool:
     return op is not None and bool(op.view)
 
 
-class Into:
+class OutArgument:
     """A call with ``out=``: the result goes into that tensor, in its layout."""
 
     def __init__(self, dispatch: Callable[..., Any], func: Any, called: OpName) -> None:
@@ -701,5 +703,7 @@ def copied_back(target: DTensor, result: DTensor) -> DTensor:
             "HP310",
             f"the result has the shape {tuple(result._shape)}, but its target {tuple(target._shape)}",
         )
-    hold(target, platform.changed(target._local, local_for(result, target._layout)))
+    adopt_after_inplace(
+        target, platform.changed(target._local, local_for(result, target._layout))
+    )
     return target

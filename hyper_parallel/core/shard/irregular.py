@@ -172,7 +172,7 @@ class OnRegular:
         """Says of each copy in a regular layout that a view of it would not be one of the tensor."""
         for tensor, copy in zip(tensors, regular, strict=True):
             if copy is not tensor:
-                copy._copy_of = self._called.name
+                copy._lost_view_of = self._called.name
 
     def _as_regular(self, number: int, tensor: DTensor) -> DTensor:
         if tensor._layout.is_regular:

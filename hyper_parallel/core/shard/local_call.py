@@ -21,7 +21,7 @@ from hyper_parallel.platform.error_codes import coded
 platform = get_platform()
 
 
-def run_between(
+def call_on_shards(
     name: str,
     function: Callable[..., Any],
     args: Sequence[Any],

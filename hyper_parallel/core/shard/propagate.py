@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout, placements_of
 from hyper_parallel.core.dtensor.placement_types import Shard, commute
 from hyper_parallel.core.shard.binding import BoundTensor
-from hyper_parallel.core.shard.rule import BoundRule, Choice, Place
+from hyper_parallel.core.shard.rule import AxisUse, BoundRule, Choice
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Sides:
             for i, item in enumerate(tensors)
         )
 
-    def _layout(self, tensor: BoundTensor, places: Sequence[Place]) -> Layout:
+    def _layout(self, tensor: BoundTensor, places: Sequence[AxisUse]) -> Layout:
         dim_axes: list[list[int]] = [[] for _ in tensor.dims]
         for dim, factors in enumerate(tensor.dims):
             cutting = [axis for axis, place in enumerate(places) if place.dim == dim]
@@ -228,7 +228,7 @@ class _Call:
         return nbytes, changed, nested
 
 
-def _moved(have: Place, want: Place, local: int, ranks: int) -> int:
+def _moved(have: AxisUse, want: AxisUse, local: int, ranks: int) -> int:
     """The bytes that a rank receives to go from one placement to another along an axis.
 
     A reduction counts the same whether its result is cut or not: what one operator cuts the next mostly gathers again,
@@ -243,10 +243,10 @@ def _moved(have: Place, want: Place, local: int, ranks: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _places(layout: Layout) -> tuple[Place, ...]:
+def _places(layout: Layout) -> tuple[AxisUse, ...]:
     """A layout's placement on every axis, in the rule's words."""
     dims = {axis: dim for dim, axes in enumerate(layout.dim_axes) for axis in axes}
-    return tuple(Place(dims.get(axis), op) for axis, op in enumerate(layout.partial))
+    return tuple(AxisUse(dims.get(axis), op) for axis, op in enumerate(layout.partial))
 
 
 def _flat(places: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate
 from hyper_parallel.core.dtensor.redistribution import plan
 from hyper_parallel.core.shard.arguments import one_mesh, tensors_in
-from hyper_parallel.core.shard.local_call import run_between
+from hyper_parallel.core.shard.local_call import call_on_shards
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
@@ -89,7 +89,7 @@ class _Registered:
             _result(base, [option.results[number] for option in chosen])
             for number in range(count)
         ]
-        return run_between(
+        return call_on_shards(
             self._name,
             func,
             args,

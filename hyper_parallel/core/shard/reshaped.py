@@ -33,7 +33,7 @@ class Reshaped:
         view = self._dispatch(
             platform.operator(self._name), (before, *args[1:]), kwargs
         )
-        if view._copy_of is not None:
+        if view._lost_view_of is not None:
             raise coded(
                 OperatorError,
                 "HP310",

@@ -31,7 +31,7 @@ BROADCASTS = ("none", "rest", "all")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AxisUse:
     """What one axis does to a tensor: ``S(dim)``, ``P(op)``, or ``R`` where neither is given."""
 
     dim: int | None = None
@@ -47,10 +47,10 @@ class Place:
         )
 
 
-REPLICATE = Place()
-SUM = Place(op="sum")
+REPLICATE = AxisUse()
+SUM = AxisUse(op="sum")
 Places = tuple[
-    Place | tuple[Place, ...] | None, ...
+    AxisUse | tuple[AxisUse, ...] | None, ...
 ]  # one a tensor; a tuple for a list, None for an absent operand
 
 
@@ -357,13 +357,13 @@ class BoundRule:
         sharded = (self._shard(factor) for factor in self.factors if not factor.whole)
         groups = [group for group in map(self._present, self.rule.linear) if group]
         carried = (
-            self._carry(group, Place(op=op))
+            self._carry(group, AxisUse(op=op))
             for op in self.rule.carries
             for group in groups
         )
         pairs = ((self._present(order.operands), order) for order in self.rule.orders)
         ordered = (
-            self._carry(group, Place(op=order.op), Place(op=order.result))
+            self._carry(group, AxisUse(op=order.op), AxisUse(op=order.result))
             for group, order in pairs
             if group
         )
@@ -390,13 +390,13 @@ class BoundRule:
         return Choice("unused", None, operands, results, results, operands)
 
     def _shard(self, factor: BoundFactor) -> Choice:
-        def place(tensor: BoundTensor, lacking: Place, added: Place) -> Place:
+        def place(tensor: BoundTensor, lacking: AxisUse, added: AxisUse) -> AxisUse:
             dim = tensor.find(factor.name)
             if dim is not None:
-                return Place(dim)
+                return AxisUse(dim)
             return added if tensor.added and not factor.kept else lacking
 
-        reduced = Place(op=self.rule.reduce)
+        reduced = AxisUse(op=self.rule.reduce)
         return Choice(
             "shard",
             factor.name,
@@ -420,9 +420,9 @@ class BoundRule:
         return here | added if here - added and not self.numbers & added else set()
 
     def _carry(
-        self, group: set[int], partial: Place, ordered: Place | None = None
+        self, group: set[int], partial: AxisUse, ordered: AxisUse | None = None
     ) -> Choice:
-        def operands(inside: Place, outside: Place) -> Any:
+        def operands(inside: AxisUse, outside: AxisUse) -> Any:
             return tuple(
                 _fill(t, inside if i in group else outside)
                 for i, t in enumerate(self.operands)
@@ -441,7 +441,7 @@ class BoundRule:
         )
 
 
-def _fill(item: BoundTensor | tuple[BoundTensor, ...] | None, place: Place) -> Any:
+def _fill(item: BoundTensor | tuple[BoundTensor, ...] | None, place: AxisUse) -> Any:
     return each(lambda _: place, (item,))[0]
 
 

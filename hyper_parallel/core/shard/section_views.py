@@ -136,7 +136,7 @@ def _placement(dim: int, sections: Sequence[int]) -> Shard:
 
 def _viewed(base: DTensor, local: Any, layout: Layout, shape: Sequence[int]) -> DTensor:
     made = DTensor(local, layout, shape)
-    made._copy_of = base._copy_of
+    made._lost_view_of = base._lost_view_of
     return made
 
 

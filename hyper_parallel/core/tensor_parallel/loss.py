@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.modes import Override, override
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.shard.ops.class_losses import (
+from hyper_parallel.core.shard.ops.sharded_cross_entropy import (
     class_dim,
     layout_of_losses,
     layout_of_weights,

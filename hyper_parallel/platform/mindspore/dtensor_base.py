@@ -19,7 +19,7 @@ from hyper_parallel.platform.mindspore.cpu.op_adapters import adapter_for
 from hyper_parallel.platform.mindspore.operators import function, operation
 
 _Base = private.base_tensor()
-_OWN = ("_local", "_layout", "_whole", "_spec", "_routes", "_origin")
+_OWN = ("_local", "_layout", "_whole", "_spec", "_routes", "_gathered_from")
 
 
 class DTensorBase(Tensor):
@@ -28,10 +28,12 @@ class DTensorBase(Tensor):
     _local: Any
     _layout: Any
     _routes: Any = None  # the shard by other routes, as they are asked for
-    _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
-    _origin: Any = None  # what it was gathered from, or of what gathered it is a view
+    _wraps_user_tensor = False  # the shard is a tensor of the user's, from which others may be made as well
+    _gathered_from: Any = (
+        None  # what it was gathered from, or of what gathered it is a view
+    )
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
-    _copy_of: str | None = (
+    _lost_view_of: str | None = (
         None  # the view that it would be, had its base not been redistributed
     )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
@@ -135,10 +137,10 @@ class DTensorBase(Tensor):
         """The same, as ``load_state_dict`` of a Cell asks for it."""
         return self.set_data(value)
 
-    def hold(self, local: Any) -> None:
+    def adopt_after_inplace(self, local: Any) -> None:
         """Other data for the shard, with what backward knows of it."""
         self._local = local
-        self._routes = self._origin = None
+        self._routes = self._gathered_from = None
         _Base.data.__set__(self, local)
 
     def init_data(self, layout: Any = None, set_sliced: bool = False) -> DTensorBase:  # noqa: ARG002 - the framework's

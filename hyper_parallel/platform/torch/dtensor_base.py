@@ -35,10 +35,12 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     _layout: Any
     _shape: torch.Size
     _routes: Any = None  # the shard by other routes, as they are asked for
-    _is_plain = False  # the shard is a tensor of the user's, from which others may be made as well
-    _origin: Any = None  # what it was gathered from, or of what gathered it is a view
+    _wraps_user_tensor = False  # the shard is a tensor of the user's, from which others may be made as well
+    _gathered_from: Any = (
+        None  # what it was gathered from, or of what gathered it is a view
+    )
     _origin_versions: tuple[int | None, ...] = ()  # of the origin and of itself, then
-    _copy_of: str | None = (
+    _lost_view_of: str | None = (
         None  # the view that it would be, had its base not been redistributed
     )
     _reduced: Any = None  # the same with its reduction taken, where a maximum, minimum or product is pending
@@ -242,10 +244,10 @@ class DTensorBase(SavedInChunks, torch.Tensor):
     def take_form(self, layout: Any, shape: Sequence[int]) -> None:
         """Another layout and shape, after the shard was changed in place."""
         self._layout, self._shape = layout, torch.Size(shape)
-        self._routes = self._origin = self._reduced = self._spec = (
+        self._routes = self._gathered_from = self._reduced = self._spec = (
             self._last_gradient
         ) = None
-        self._is_plain = False
+        self._wraps_user_tensor = False
         self._forms += 1
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_of_wrapper(self, self._twin(self._local))
@@ -317,10 +319,10 @@ class DTensorBase(SavedInChunks, torch.Tensor):
                 "_layout",
                 "_shape",
                 "_routes",
-                "_origin",
+                "_gathered_from",
                 "_spec",
                 "_last_gradient",
-                "_copy_of",
+                "_lost_view_of",
                 "_taken",
                 "_reduced",
             )
@@ -373,13 +375,13 @@ class DTensorBase(SavedInChunks, torch.Tensor):
 
     def _watched(self, what: str) -> None:
         """From now on the whole gradient passes the shard itself; a route around it would not be seen."""
-        if self._origin is not None and self._routes:
+        if self._gathered_from is not None and self._routes:
             raise coded(
                 RuntimeError,
                 "HP225",
                 f"{what}: the tensor was gathered and used already; call it right after redistribute()",
             )
-        self._origin = self._routes = (
+        self._gathered_from = self._routes = (
             None  # routes are shared with others that were gathered from the same tensor
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import flat
-from hyper_parallel.core.shard.rule import REPLICATE, SUM, Choice, Place
+from hyper_parallel.core.shard.rule import REPLICATE, SUM, AxisUse, Choice
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.testing.rules.call import CaughtCall
 from hyper_parallel.testing.rules.gradients import gradients_of, results_of
@@ -22,7 +22,7 @@ class OneChoice:
     ) -> None:
         self.caught, self.combination, self.pieces = caught, combination, pieces
 
-    def places(self, side: str) -> list[tuple[Place, ...]]:
+    def places(self, side: str) -> list[tuple[AxisUse, ...]]:
         """Where each tensor of one side of the rule lies, an entry for each axis."""
         return list(
             zip(
@@ -31,7 +31,7 @@ class OneChoice:
             )
         )
 
-    def of_operands(self, side: str) -> list[tuple[Place, ...]]:
+    def of_operands(self, side: str) -> list[tuple[AxisUse, ...]]:
         """The same for the tensors among the arguments, in their order."""
         places = self.places(side)
         return [places[i] for i in self.caught.rules]
@@ -69,7 +69,7 @@ class OneChoice:
             self._compare_gradient(i, held[i], gradients, true[self.caught.ours[i]])
 
     def _compare_result(
-        self, mine: Sequence[Array], true: Array, places: Sequence[Place]
+        self, mine: Sequence[Array], true: Array, places: Sequence[AxisUse]
     ) -> None:
         shares = self.pieces.cut(
             true, [REPLICATE if place.op else place for place in places]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.shard.rule import REPLICATE, SUM, Place
+from hyper_parallel.core.shard.rule import REPLICATE, SUM, AxisUse
 from hyper_parallel.platform.transform import chunk_sizes
 
 Array = Any
@@ -44,11 +44,11 @@ class Pieces:
         """The place of every rank in the mesh."""
         return list(itertools.product(*map(range, self.mesh)))
 
-    def cut(self, x: Array, places: Sequence[Place]) -> list[Array]:
+    def cut(self, x: Array, places: Sequence[AxisUse]) -> list[Array]:
         """Every rank's piece of an array."""
         return self._cut(x, places, self.mesh)
 
-    def join(self, pieces: Sequence[Array], places: Sequence[Place]) -> Array:
+    def join(self, pieces: Sequence[Array], places: Sequence[AxisUse]) -> Array:
         """The array of which these are the ranks' pieces."""
         return self._join(pieces, places, self.mesh)
 
@@ -56,13 +56,13 @@ class Pieces:
         self,
         gradient: Array,
         pieces: Sequence[Array],
-        places: Sequence[Place],
-        arriving: Sequence[Place],
+        places: Sequence[AxisUse],
+        arriving: Sequence[AxisUse],
     ) -> list[Array]:
         """Every rank's gradient of its piece: as it arrives, and through the reduction where a piece is a part."""
         return self._hand_down(gradient, pieces, places, arriving, self.mesh)
 
-    def _cut(self, x: Array, places: Sequence[Place], mesh: Mesh) -> list[Array]:
+    def _cut(self, x: Array, places: Sequence[AxisUse], mesh: Mesh) -> list[Array]:
         if not mesh:
             return [x]
         ranks, place = mesh[0], places[0]
@@ -97,7 +97,7 @@ class Pieces:
         return [np.asarray(part, x.dtype) for part in parts]
 
     def _join(
-        self, pieces: Sequence[Array], places: Sequence[Place], mesh: Mesh
+        self, pieces: Sequence[Array], places: Sequence[AxisUse], mesh: Mesh
     ) -> Array:
         if not mesh:
             return pieces[0]
@@ -120,8 +120,8 @@ class Pieces:
         self,
         gradient: Array,
         pieces: Sequence[Array],
-        places: Sequence[Place],
-        arriving: Sequence[Place],
+        places: Sequence[AxisUse],
+        arriving: Sequence[AxisUse],
         mesh: Mesh,
     ) -> list[Array]:
         if not mesh:
@@ -142,7 +142,7 @@ class Pieces:
         ]
 
     def sum_over(
-        self, gradients: Sequence[Array], leaving: Sequence[Place]
+        self, gradients: Sequence[Array], leaving: Sequence[AxisUse]
     ) -> list[Array]:
         """The ranks' gradients after the sums that the choices ask for."""
         found = list(gradients)

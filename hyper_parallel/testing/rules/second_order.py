@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.shard.arguments import flat
-from hyper_parallel.core.shard.rule import REPLICATE, SUM, Place
+from hyper_parallel.core.shard.rule import REPLICATE, SUM, AxisUse
 from hyper_parallel.testing.rules.choice import OneChoice
 from hyper_parallel.testing.rules.gradients import (
     is_differentiable,
@@ -116,7 +116,7 @@ def _differentiate_twice(
 
 
 def _cut_if_there(
-    one: OneChoice, array: Array | None, places: Sequence[Place]
+    one: OneChoice, array: Array | None, places: Sequence[AxisUse]
 ) -> list[Any]:
     return (
         [None] * len(one.pieces.ranks)
@@ -134,7 +134,7 @@ def _require_same(
     what: str,
     gradients: Sequence[Any],
     true: Array | None,
-    leaving: Sequence[Place],
+    leaving: Sequence[AxisUse],
 ) -> None:
     """Compares the ranks' gradients, after the sums that are due, with their pieces of the true one."""
     if true is None or gradients[0] is None:

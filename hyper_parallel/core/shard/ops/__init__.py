@@ -30,16 +30,16 @@ from hyper_parallel.core.shard.ops import (
 from hyper_parallel.core.shard.ops.operator import (
     OPERATORS,
     Operator,
-    Ruled,
-    Unruled,
+    RuleForCall,
+    UnruledCall,
     operator,
 )
 
 __all__ = [
     "OPERATORS",
     "Operator",
-    "Ruled",
-    "Unruled",
+    "RuleForCall",
+    "UnruledCall",
     "attention",
     "convolution",
     "creation",

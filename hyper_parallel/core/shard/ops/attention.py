@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.random import seed_of_piece
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import nothing
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.staged_reductions import nothing
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
@@ -31,7 +31,7 @@ def _attention(
     dropout_p: float,
     enable_gqa: bool,
     **_: Any,
-) -> Ruled:
+) -> RuleForCall:
     heads, groups = ("(h g)", "h") if enable_gqa else ("", "")
     # A mask may lack the first dims, and has ones where it is the same for all.
     mask = f"... {heads} s t!" if attn_mask is None else _last(attn_mask, heads)
@@ -39,7 +39,7 @@ def _attention(
         "e!" if dropout_p else "e"
     )  # what is dropped is the same for all dims of a value
     text = f"... {heads} s d!, ... {groups} t! d!, ... {groups} t! {of_value}, {mask} -> ... {heads} s {of_value}"
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((2,),), broadcast="all"),
         operands=[query, key, value, attn_mask],
     )

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.windows import of_some, piece, shapes_of, some
 from hyper_parallel.core.shard.rule import einsum
 from hyper_parallel.core.shard.shard_context import ShardContext
 
 
-def _convolution(name: str) -> Callable[..., Ruled]:
-    def rule(**arguments: Any) -> Ruled:
+def _convolution(name: str) -> Callable[..., RuleForCall]:
+    def rule(**arguments: Any) -> RuleForCall:
         input, weight, bias = (
             arguments[operand] for operand in ("input", "weight", "bias")
         )
@@ -34,7 +34,7 @@ def _convolution(name: str) -> Callable[..., Ruled]:
         taps = "(g i) o" if _is_transposed(name, arguments) else "(g o) i"
         text = f"{batch}(g i) {moving}, {taps} {kernel}, +(g o) -> {batch}(g o) {moved}"
         sizes = {f"t{i}": size for i, size in enumerate(shape[-count:])}
-        return Ruled(
+        return RuleForCall(
             einsum(text, broadcast="none"),
             {"g": arguments["groups"], **sizes},
             [input, weight, bias],
@@ -86,9 +86,11 @@ for _name, _parameters in CONVOLUTIONS.items():
     operator(_name, _parameters, _convolution(_name), local=_of_shard(_name))
 
 
-def _over_time(**arguments: Any) -> Ruled:
+def _over_time(**arguments: Any) -> RuleForCall:
     ((time, *_),) = shapes_of("conv_tbc", arguments)
-    return Ruled(einsum("t! n i, k! i o, +o -> u! n o", broadcast="none"), {"u": time})
+    return RuleForCall(
+        einsum("t! n i, k! i o, +o -> u! n o", broadcast="none"), {"u": time}
+    )
 
 
 operator("conv_tbc", "input, weight, bias, pad=0", _over_time, local=of_some)

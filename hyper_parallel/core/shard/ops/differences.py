@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
-from hyper_parallel.core.shard.ops.stages import reduced_dims
+from hyper_parallel.core.shard.ops.staged_reductions import reduced_dims
 from hyper_parallel.core.shard.ops.views import ints, positions
 from hyper_parallel.core.shard.rule import Rule, einsum
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -40,7 +40,7 @@ def _diff(input: Any, n: int, dim: int, prepend: Any, append: Any) -> Any:
         "... {dim}! -> ... {dim=out}!",
         linear=((0,),) if is_inexact(input.dtype) else (),
     )
-    return Ruled(rule, {"out": max(0, input.shape[at] - n)})
+    return RuleForCall(rule, {"out": max(0, input.shape[at] - n)})
 
 
 def _diff_of_joined(input: Any, n: int, dim: int, prepend: Any, append: Any) -> Any:
@@ -74,9 +74,9 @@ def slope(input: Any, spacing: Any, dim: int, edge_order: int) -> Any:
     ]
 
 
-def _slope(input: Any, spacing: Any, **_: Any) -> Ruled:
+def _slope(input: Any, spacing: Any, **_: Any) -> RuleForCall:
     rule = Rule("... {dim=n}!, n! -> ... {dim=n}!", linear=((0,),), broadcast="none")
-    return Ruled(
+    return RuleForCall(
         rule, operands=[input, spacing if isinstance(spacing, DTensor) else None]
     )
 
@@ -84,14 +84,16 @@ def _slope(input: Any, spacing: Any, **_: Any) -> Ruled:
 def _areas(result: str) -> Callable[..., Any]:
     """The rule for sums of trapezoids, each as wide as two places lie apart."""
 
-    def rule(y: Any, x: Any, dim: int, **_: Any) -> Ruled:
+    def rule(y: Any, x: Any, dim: int, **_: Any) -> RuleForCall:
         (at,) = positions(dim, len(y.shape))
         sizes = {
             "dim": at - len(y.shape),
             "out": max(0, y.shape[at] - 1),
         }  # from the end: x may have fewer dims
         places = "n!" if x is not None and len(x.shape) == 1 else "... {dim=n}!"
-        return Ruled(einsum(f"... {{dim=n}}!, {places} -> {result}"), sizes, [y, x])
+        return RuleForCall(
+            einsum(f"... {{dim=n}}!, {places} -> {result}"), sizes, [y, x]
+        )
 
     return rule
 
@@ -119,8 +121,8 @@ def _cdist(
     return here.function(input, other, p, compute_mode)
 
 
-def _pdist(input: Any, **_: Any) -> Ruled:
-    return Ruled(Rule("r! d! -> pairs!"), {"pairs": math.comb(input.shape[0], 2)})
+def _pdist(input: Any, **_: Any) -> RuleForCall:
+    return RuleForCall(Rule("r! d! -> pairs!"), {"pairs": math.comb(input.shape[0], 2)})
 
 
 def _renorm(input: Any, dim: int, **_: Any) -> Rule:
@@ -176,12 +178,14 @@ def _sum_to_size(input: Any, size: Any) -> Any:
     return (call("sum")(input, dims, True) if dims else input).reshape(wanted)
 
 
-def _diagonal_scatter(input: Any, src: Any, dim1: int, dim2: int, **_: Any) -> Ruled:
+def _diagonal_scatter(
+    input: Any, src: Any, dim1: int, dim2: int, **_: Any
+) -> RuleForCall:
     one, other = positions((dim1, dim2), len(input.shape))
     names = [f"d{i}{'!' if i in (one, other) else ''}" for i in range(len(input.shape))]
     kept = [name for i, name in enumerate(names) if i not in (one, other)]
     text = f"{' '.join(names)}, {' '.join([*kept, 'line!'])} -> {' '.join(names)}"
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((0, 1),), carries=REDUCE_OPS, broadcast="none"),
         operands=[input, src],
     )

@@ -16,9 +16,9 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.routes import hold, local_for
+from hyper_parallel.core.dtensor.routes import adopt_after_inplace, local_for
 from hyper_parallel.core.shard.arguments import one_mesh, refuse_copy, replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.scatters import is_mask, put, put_at_, with_indices
 from hyper_parallel.core.shard.ops.slices import (
@@ -27,7 +27,7 @@ from hyper_parallel.core.shard.ops.slices import (
     ranges_of,
     take_small_part,
 )
-from hyper_parallel.core.shard.ops.stages import is_cut
+from hyper_parallel.core.shard.ops.staged_reductions import is_cut
 from hyper_parallel.core.shard.ops.views import moved
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
@@ -119,7 +119,7 @@ def _take_small_part(input: Any, index: Any) -> Any:
     return take_small_part(input, spread(index, len(input.shape)))
 
 
-def _basic_rule(shape: Sequence[int], items: Sequence[Any]) -> Ruled:
+def _basic_rule(shape: Sequence[int], items: Sequence[Any]) -> RuleForCall:
     left: list[str] = []
     right: list[str] = []
     sizes: dict[str, int] = {}
@@ -178,11 +178,11 @@ def index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Any:
     return input[tuple(at.get(i, ALL) for i in range(len(input.shape)))]
 
 
-def _index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> Ruled:
+def _index_at(input: Any, dims: Sequence[int], indices: Sequence[Any]) -> RuleForCall:
     left = [f"d{i}{'!' if i in dims else ''}" for i in range(len(input.shape))]
     right = with_indices(left, dims, ["..."])
     text = f"{' '.join(left)}, {', '.join(['...'] * len(indices))} -> {' '.join(right)}"
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((0,),), carries=REDUCE_OPS), operands=[input, *indices]
     )
 
@@ -237,7 +237,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     pieces = [chosen.within(*span) for chosen, span in zip(ranges, spans, strict=True)]
     own = tuple(piece for piece, _ in pieces)
     if not isinstance(value, DTensor) and not input._layout.is_partial():
-        hold(input, platform.assign(input._local, own, value))
+        adopt_after_inplace(input, platform.assign(input._local, own, value))
         return
     value = _stretched(_filled(value, input), _region(items, ranges), input)
     value = value.reshape([chosen.length for chosen in ranges])
@@ -249,7 +249,7 @@ def _assign(input: Any, items: Sequence[Any], value: Any) -> None:
     ]
     # A rank that has nothing of it writes nothing, but stays in the graph for the sum of the gradient.
     part = platform.operator("getitem")(given, tuple(parts))
-    hold(input, platform.assign(input._local, own, part))
+    adopt_after_inplace(input, platform.assign(input._local, own, part))
 
 
 def _region(items: Sequence[Any], ranges: Sequence[Range]) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import diagonal_size, ints, moved, positions
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -88,14 +88,14 @@ def _split(input: Any, split_size: Any, dim: int) -> Any:
         if isinstance(split_size, int)
         else list(split_size)
     )
-    return Ruled(SPLIT, {"part": parts}) if parts else None
+    return RuleForCall(SPLIT, {"part": parts}) if parts else None
 
 
 def _chunk(input: Any, chunks: int, dim: int) -> Any:
     size = input.shape[positions(dim, len(input.shape))[0]]
     if chunks <= 0:
         return None
-    return Ruled(
+    return RuleForCall(
         SPLIT,
         {"part": [0] * chunks if size == 0 else _parts_of(size, -(-size // chunks))},
     )
@@ -119,7 +119,7 @@ def _tensor_split(input: Any, indices_or_sections: Any, dim: int) -> Any:
         ]
     else:
         parts = []  # a tensor, whose values may be others next time
-    return Ruled(SPLIT, {"part": parts}) if parts else None
+    return RuleForCall(SPLIT, {"part": parts}) if parts else None
 
 
 def _split_along(find: Callable[[int], int]) -> Callable[..., Any]:
@@ -225,7 +225,7 @@ operator(
 # --- other places
 
 
-def _in_place_of(input: Any, dims: Any, **_: Any) -> Ruled:
+def _in_place_of(input: Any, dims: Any, **_: Any) -> RuleForCall:
     """These dims are whole, all where none are given; the shape stays."""
     ndim = len(input.shape)
     touched = range(ndim) if dims is None or dims == () else positions(dims, ndim)
@@ -233,7 +233,7 @@ def _in_place_of(input: Any, dims: Any, **_: Any) -> Ruled:
     return moved(names, names)
 
 
-def _rot90(input: Any, k: int, dims: Any) -> Ruled:
+def _rot90(input: Any, k: int, dims: Any) -> RuleForCall:
     one, other = positions(dims, len(input.shape))
     names = [f"d{i}{'!' if i in (one, other) else ''}" for i in range(len(input.shape))]
     right = list(names)
@@ -279,7 +279,7 @@ def _pad(input: Any, pad: Any, mode: str, value: Any) -> Any:
         carries=carries,
         broadcast="none",
     )
-    return Ruled(rule, sizes)
+    return RuleForCall(rule, sizes)
 
 
 operator("pad", "input, pad, mode='constant', value=None", _pad)
@@ -307,7 +307,7 @@ def _diag(input: Any, diagonal: int) -> Any:
     )
 
 
-def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
+def _diag_embed(input: Any, offset: int, dim1: int, dim2: int) -> RuleForCall:
     ndim = len(input.shape) + 1
     one, other = positions((dim1, dim2), ndim)
     kept = [f"d{i}" for i in range(ndim - 2)]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.pointwise import is_inexact
 from hyper_parallel.core.shard.ops.views import ints, moved
 from hyper_parallel.core.shard.rule import Rule, einsum, reduction
@@ -63,11 +63,11 @@ TABLE = [
 ]
 
 
-def _of_matrix(text: str, matrix: Any, **settings: Any) -> Ruled | None:
+def _of_matrix(text: str, matrix: Any, **settings: Any) -> RuleForCall | None:
     if len(matrix.shape) < 2:
         return None  # torch says what is wrong with it
     rows, columns = matrix.shape[-2:]
-    return Ruled(
+    return RuleForCall(
         Rule(text, **settings), {"k": min(rows, columns), "p": rows, "q": columns}
     )
 
@@ -135,7 +135,7 @@ def _with_tolerance(result: str) -> Callable[..., Any]:
     def rule(input: Any, hermitian: bool, **tolerances: Any) -> Any:  # noqa: ARG001 - as it is called
         if len(input.shape) < 2:
             return None
-        return Ruled(
+        return RuleForCall(
             Rule(f"{MATRIX}, ..., ..., ... -> {result}"),
             operands=[input, *tolerances.values()],
         )
@@ -337,7 +337,9 @@ operator("trace", "input", reduction("sum", "r c ->"), local=_trace)
 
 def _vander(x: Any, N: Any, **_: Any) -> Any:
     return (
-        Ruled(Rule("... -> ... powers!"), {"powers": x.shape[-1] if N is None else N})
+        RuleForCall(
+            Rule("... -> ... powers!"), {"powers": x.shape[-1] if N is None else N}
+        )
         if x.shape
         else None
     )
@@ -360,7 +362,7 @@ def _block_diag(input: Sequence[Any]) -> Any:
         broadcast="none",
     )
     rows, columns = (sum(sizes) for sizes in zip(*shapes, strict=True))
-    return Ruled(rule, {"rows": rows, "columns": columns}, list(input))
+    return RuleForCall(rule, {"rows": rows, "columns": columns}, list(input))
 
 
 def _cartesian_prod(input: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule, lookup
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -136,7 +136,7 @@ operator(
 def _index_select(input: Any, index: Any, **_: Any) -> Any:
     if not input.shape or not index.shape:
         return None
-    return Ruled(
+    return RuleForCall(
         read_by("... {dim=v}@, j -> ... {dim=j}", input), operands=[input, index]
     )
 
@@ -171,7 +171,9 @@ def _gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
         "j" if i == at else f"d{i}" if same else f"i{i}!"
         for i, same in enumerate(alike)
     )
-    return Ruled(read_by(f"{table}, {rows} -> {rows}", input), operands=[input, index])
+    return RuleForCall(
+        read_by(f"{table}, {rows} -> {rows}", input), operands=[input, index]
+    )
 
 
 def _gather_shard(
@@ -225,7 +227,7 @@ operator("take", "input, index", handler=_take)
 def _one_hot(input: Any, num_classes: int) -> Any:
     if num_classes == -1:
         return _one_hot_of_all if 0 not in input.shape else None
-    return Ruled(Rule("... -> ... c!"), {"c": num_classes})
+    return RuleForCall(Rule("... -> ... c!"), {"c": num_classes})
 
 
 def _one_hot_of_all(input: Any, **_: Any) -> Any:
@@ -238,8 +240,8 @@ def _one_hot_of_all(input: Any, **_: Any) -> Any:
 def _searchsorted(sorted_sequence: Any, input: Any, sorter: Any, **_: Any) -> Any:
     given = [sorted_sequence, input, sorter]
     if len(sorted_sequence.shape) == 1:
-        return Ruled(Rule("n!, ..., n! -> ..."), operands=given)
-    return Ruled(
+        return RuleForCall(Rule("n!, ..., n! -> ..."), operands=given)
+    return RuleForCall(
         Rule("... n!, ... m, ... n! -> ... m", broadcast="none"), operands=given
     )
 

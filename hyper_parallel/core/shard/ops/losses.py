@@ -4,7 +4,7 @@
 
 mse_loss        "..., ... ->"            a local mean for its share of the global count
 cross_entropy   "n c! d, n d -> n d"     its mean is the sum over the weight of all targets that count; where classes
-                                         are cut, class_losses has it
+                                         are cut, sharded_cross_entropy has it
 nll_loss        "n c d, n d -> n d"      classes may be cut: each rank has the targets among its own
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.ops.class_losses import (
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.sharded_cross_entropy import (
     LONG,
     class_dim,
     losses_of_cut_classes,
 )
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import (
+from hyper_parallel.core.shard.ops.staged_reductions import (
     elementwise,
     exponentials_in_stages,
     is_cut,
@@ -173,7 +173,7 @@ def _loss(operands: list[str], patterns: list[str]) -> Callable[..., Any]:
                 return None
             dims, result, broadcast = ["... d", "... d", "..."], "... d", "all"
         text = f"{', '.join(dims)} -> {result if reduction == 'none' else ''}"
-        return Ruled(
+        return RuleForCall(
             Rule(text, broadcast=broadcast),
             operands=[arguments.get(name) for name in operands],
         )
@@ -304,7 +304,7 @@ def _of_classes(
             whole = {*losses.split(), "c"}
         marked = [" ".join(n + "!" * (n in whole) for n in dim.split()) for dim in dims]
         text = f"{', '.join(marked)} -> {losses if reduction == 'none' else ''}"
-        return Ruled(
+        return RuleForCall(
             Rule(text, linear=((0,),) if linear else (), broadcast="none"),
             operands=[input, target, weight],
         )

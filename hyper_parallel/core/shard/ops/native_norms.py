@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.windows import piece, some
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -25,17 +25,23 @@ call = platform.operator
 
 def _layer_norm(
     input: Any, normalized_shape: Any, weight: Any, bias: Any, **_: Any
-) -> Ruled:
+) -> RuleForCall:
     count = len(normalized_shape)
     last, ones = (" ".join(f"{letter}{i}!" for i in range(count)) for letter in "nm")
     text = f"... {last}, {last}, {last} -> ... {last}, ... {ones}, ... {ones}"
-    return Ruled(Rule(text), {f"m{i}": 1 for i in range(count)}, [input, weight, bias])
+    return RuleForCall(
+        Rule(text), {f"m{i}": 1 for i in range(count)}, [input, weight, bias]
+    )
 
 
-def _group_norm(input: Any, weight: Any, bias: Any, group: int, **_: Any) -> Ruled:
+def _group_norm(
+    input: Any, weight: Any, bias: Any, group: int, **_: Any
+) -> RuleForCall:
     spatial = " ".join(f"s{i}!" for i in range(len(input.shape) - 2))
     text = f"b (g c) {spatial}, (g c), (g c) -> b (g c) {spatial}, b g, b g"
-    return Ruled(Rule(text, broadcast="none"), {"g": group}, [input, weight, bias])
+    return RuleForCall(
+        Rule(text, broadcast="none"), {"g": group}, [input, weight, bias]
+    )
 
 
 def _groups_of_shard(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import (
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.staged_reductions import (
     is_cut,
     nothing,
     reduced_dims,
@@ -36,20 +36,22 @@ def _spatial(input: Any, mark: str = "!") -> str:
 
 def _layer_norm(
     input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, **_: Any
-) -> Ruled:
+) -> RuleForCall:
     last = " ".join(f"n{i}!" for i in range(len(normalized_shape)))
-    return Ruled(
+    return RuleForCall(
         Rule(f"... {last}, {last}, {last} -> ... {last}"),
         operands=[input, weight, bias],
     )
 
 
-def _group_norm(input: Any, num_groups: int, weight: Any, bias: Any, **_: Any) -> Ruled:
+def _group_norm(
+    input: Any, num_groups: int, weight: Any, bias: Any, **_: Any
+) -> RuleForCall:
     spatial = _spatial(input)
     # One value a group: torch refuses a batch of one, which a shard may be though the whole is not.
     batch = "b!" if math.prod(input.shape[1:]) == num_groups else "b"
     text = f"{batch} (g c!) {spatial}, (g c!), (g c!) -> {batch} (g c!) {spatial}"
-    return Ruled(Rule(text), {"g": num_groups}, [input, weight, bias])
+    return RuleForCall(Rule(text), {"g": num_groups}, [input, weight, bias])
 
 
 def _groups_of_shard(
@@ -85,11 +87,11 @@ operator(
 
 def _of_channels(
     input: Any, statistics: Any, weight: Any, bias: Any, batch: str, mark: str
-) -> Ruled:
+) -> RuleForCall:
     """Statistics, weight and bias are one number a channel."""
     tensors = [input, *statistics, weight, bias]
     dims = f"{batch} c {_spatial(input, mark)}"
-    return Ruled(
+    return RuleForCall(
         Rule(f"{dims}{', c' * (len(tensors) - 1)} -> {dims}"), operands=tensors
     )
 
@@ -238,7 +240,9 @@ def _normalize_in_stages(input: Any, p: float, dim: Any, eps: float) -> Any:
     return input / call("clamp_min")(call("vector_norm")(input, p, dim, True), eps)
 
 
-def _of_two(input: Any, other: Any, dim: int, keepdim: bool = False) -> Ruled | None:
+def _of_two(
+    input: Any, other: Any, dim: int, keepdim: bool = False
+) -> RuleForCall | None:
     """Two tensors that broadcast but along dim; counted from the end, it is the same in both."""
     ndim = max(len(input.shape), len(other.shape))
     at = (
@@ -252,14 +256,18 @@ def _of_two(input: Any, other: Any, dim: int, keepdim: bool = False) -> Ruled | 
         or input.shape[at] != other.shape[at]
     ):
         return None
-    return Ruled(Rule(reducing(keepdim, "!", operands=2)), {"dim": at})
+    return RuleForCall(Rule(reducing(keepdim, "!", operands=2)), {"dim": at})
 
 
-def _cosine_similarity(input: Any, other: Any, dim: int, **_: Any) -> Ruled | None:
+def _cosine_similarity(
+    input: Any, other: Any, dim: int, **_: Any
+) -> RuleForCall | None:
     return _of_two(input, other, dim)
 
 
-def _pairwise_distance(input: Any, other: Any, keepdim: bool, **_: Any) -> Ruled | None:
+def _pairwise_distance(
+    input: Any, other: Any, keepdim: bool, **_: Any
+) -> RuleForCall | None:
     return _of_two(input, other, -1, keepdim)
 
 

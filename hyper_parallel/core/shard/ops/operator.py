@@ -18,7 +18,7 @@ from hyper_parallel.platform.platform import OpName
 
 
 @dataclass(frozen=True)
-class Ruled:
+class RuleForCall:
     """What a rule that depends on the arguments comes to: the rule, what its text refers to, and its operands."""
 
     rule: Rule
@@ -26,7 +26,7 @@ class Ruled:
     operands: Sequence[Any] | None = None  # the first parameters, where none are given
 
 
-class Unruled(Exception):  # noqa: N818 - a way to go on, not an error
+class UnruledCall(Exception):  # noqa: N818 - a way to go on, not an error
     """The operator has no rule for these arguments."""
 
 
@@ -34,10 +34,10 @@ class Unruled(Exception):  # noqa: N818 - a way to go on, not an error
 class Operator:
     """One operator.
 
-    ``rule``: a Rule whose operands are the first parameters; or a function of the arguments that gives a Rule, a Ruled,
-    a function that does the call by other operators as a handler does, or None where no rule holds. It may look at the
-    shapes, dtypes and layouts of tensors and at all other arguments, but of a float only at its kind (zero, finite,
-    infinite): what it decides is remembered.
+    ``rule``: a Rule whose operands are the first parameters; or a function of the arguments that gives a Rule, a
+    RuleForCall, a function that does the call by other operators as a handler does, or None where no rule holds. It may
+    look at the shapes, dtypes and layouts of tensors and at all other arguments, but of a float only at its kind (zero,
+    finite, infinite): what it decides is remembered.
     ``local``: ``local(here, **arguments)`` instead of the operator itself, where a shard needs something else.
     ``handler``: ``handler(**arguments)`` on the distributed tensors does it all; no rule.
     ``direct``: ``direct(func, args, kwargs)`` does it all on the arguments as they came.
@@ -77,7 +77,7 @@ class Operator:
         found: dict[str, Any] = dict(zip(names, args, strict=False))
         if len(args) > len(names) or (self.rest is not None and self.rest in found):
             if self.rest is None:
-                raise Unruled(
+                raise UnruledCall(
                     f"{len(args)} positional arguments, expected {', '.join(self.parameters)}"
                 )
             start = names.index(self.rest) if self.rest in names else len(names)
@@ -92,7 +92,9 @@ class Operator:
             if name in self.defaults or name in self.parameters:
                 known[name] = value
             elif value is not None:
-                raise Unruled(f"the argument {name}={value!r} is not known to the rule")
+                raise UnruledCall(
+                    f"the argument {name}={value!r} is not known to the rule"
+                )
         return known
 
 

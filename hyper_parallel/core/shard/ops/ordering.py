@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.geometry import nested_span
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import gather_with_integers, is_cut
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.staged_reductions import gather_with_integers, is_cut
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
@@ -31,7 +31,7 @@ operator(
     Rule(f"{ALONG}, ... {{dim}}!"),
 )
 operator("argsort", "input, dim=-1, descending=False, *, stable=False", Rule(ALONG))
-operator("msort", "input", lambda **_: Ruled(Rule(ALONG), {"dim": 0}))
+operator("msort", "input", lambda **_: RuleForCall(Rule(ALONG), {"dim": 0}))
 
 # --- the k largest or smallest
 
@@ -156,14 +156,14 @@ def counts_in_bins(input: Any, weight: Any, bins: Any, range: Any) -> Any:
     return call("histogram")(input, bins, weight=weight, **given)[0]
 
 
-def _counts_in_bins(input: Any, weight: Any, bins: Any, **_: Any) -> Ruled:
+def _counts_in_bins(input: Any, weight: Any, bins: Any, **_: Any) -> RuleForCall:
     if isinstance(bins, DTensor):
-        return Ruled(
+        return RuleForCall(
             Rule("..., ..., edges! -> bins!"),
             {"bins": bins.shape[0] - 1},
             [input, weight, bins],
         )
-    return Ruled(Rule("..., ... -> bins!"), operands=[input, weight])
+    return RuleForCall(Rule("..., ... -> bins!"), operands=[input, weight])
 
 
 operator("histc", "input, bins=100, min=0, max=0", handler=_histc)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.local_call import run_between
+from hyper_parallel.core.shard.local_call import call_on_shards
 from hyper_parallel.core.shard.ops.operator import operator
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.platform import get_platform
@@ -82,7 +82,7 @@ class DistributedOp:
         taken += [
             value.layout for value in kwargs.values() if isinstance(value, DTensor)
         ]
-        return run_between(self.op_name, function, args, kwargs, taken, results)
+        return call_on_shards(self.op_name, function, args, kwargs, taken, results)
 
     def _run_preprocessed(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -104,6 +104,6 @@ class DistributedOp:
             )
             return function(*taken[0], **taken[1])
 
-        return run_between(
+        return call_on_shards(
             self.op_name, call, tensors, {}, [t.layout for t in tensors], results
         )

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.routes import hold, local_for
+from hyper_parallel.core.dtensor.routes import adopt_after_inplace, local_for
 from hyper_parallel.core.shard.arguments import one_mesh
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.rule import Order, Rule, falling, move, pointwise, rising
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
@@ -77,22 +77,24 @@ operator("conj_physical", "input", SCALED)
 operator("real imag", "input", SCALED, view="maybe")
 
 
-def _view_as_real(**_: Any) -> Ruled:
-    return Ruled(
+def _view_as_real(**_: Any) -> RuleForCall:
+    return RuleForCall(
         Rule("... -> ... pair!", linear=((0,),), broadcast="none"), {"pair": 2}
     )
 
 
 def _glu(input: Any, dim: int) -> Any:
     return (
-        Ruled(Rule("... {dim}! -> ... {dim=half}!"), {"half": input.shape[dim] // 2})
+        RuleForCall(
+            Rule("... {dim}! -> ... {dim=half}!"), {"half": input.shape[dim] // 2}
+        )
         if input.shape
         else None
     )
 
 
-def _polygamma(n: Any, input: Any) -> Ruled:
-    return Ruled(
+def _polygamma(n: Any, input: Any) -> RuleForCall:
+    return RuleForCall(
         ONE, operands=[n if isinstance(n, DTensor) else input]
     )  # as a method it has the tensor first
 
@@ -154,7 +156,7 @@ def _with_factor(rule: Rule, operands: list[Any], factor: Any) -> Any:
     """A factor (alpha, value) may be a tensor without dims, which optimizers make of a learning rate."""
     if not isinstance(factor, DTensor):
         return rule
-    return Ruled(
+    return RuleForCall(
         Rule(rule.text.replace(" ->", ", ->"), linear=rule.linear),
         operands=[*operands, factor],
     )
@@ -418,7 +420,7 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
         src = src.expand(tuple(input.shape))
     if not is_inexact(input.dtype) or not is_inexact(src.dtype):
         src = src.reduce_partial()  # such a cast is not linear
-    hold(
+    adopt_after_inplace(
         input,
         platform.changed(input._local, local_for(src, input._layout), non_blocking),
     )
@@ -427,7 +429,9 @@ def _copy(input: Any, src: Any, non_blocking: bool) -> Any:
 
 def _zero(input: Any) -> Any:
     # Parts of zero are zero, whatever the reduction.
-    hold(input, platform.changed(input._local, platform.full_like(input._local, 0)))
+    adopt_after_inplace(
+        input, platform.changed(input._local, platform.full_like(input._local, 0))
+    )
     return input
 
 

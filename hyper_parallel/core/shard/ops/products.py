@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.shard.notation import from_equation
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.rule import Rule, einsum
 
 # Where a k is sharded the operand that is added joins the sum in parts, so beta times it is right as well.
@@ -59,8 +59,8 @@ def _matmul(input: Any, other: Any) -> Rule:
     return MATMUL[len(input.shape) == 1, len(other.shape) == 1]
 
 
-def _rmatmul(input: Any, other: Any) -> Ruled:
-    return Ruled(_matmul(other, input), operands=[other, input])
+def _rmatmul(input: Any, other: Any) -> RuleForCall:
+    return RuleForCall(_matmul(other, input), operands=[other, input])
 
 
 def _named(letter: str, count: int) -> list[str]:
@@ -96,7 +96,7 @@ def _tensordot(a: Any, b: Any, dims: Any) -> Rule | None:
     return _contraction([left, right], kept, broadcast="all")
 
 
-def _chain(input: Sequence[Any]) -> Ruled:
+def _chain(input: Sequence[Any]) -> RuleForCall:
     """A product of matrices, of which the first and the last may be vectors."""
     last = len(input) - 1
     names = [[f"k{i}", f"k{i + 1}"] for i in range(last + 1)]
@@ -109,11 +109,11 @@ def _chain(input: Sequence[Any]) -> Ruled:
         for name in (names[0][0], names[last][-1])
         if name in ("k0", f"k{last + 1}")
     ]
-    return Ruled(_contraction(names, kept), operands=list(input))
+    return RuleForCall(_contraction(names, kept), operands=list(input))
 
 
-def _einsum(equation: str, operands: Sequence[Any]) -> Ruled:
-    return Ruled(
+def _einsum(equation: str, operands: Sequence[Any]) -> RuleForCall:
+    return RuleForCall(
         einsum(from_equation(equation), broadcast="all"), operands=list(operands)
     )
 

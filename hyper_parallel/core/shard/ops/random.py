@@ -13,9 +13,9 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device, seed_of_piece
-from hyper_parallel.core.dtensor.routes import hold, local_for
+from hyper_parallel.core.dtensor.routes import adopt_after_inplace, local_for
 from hyper_parallel.core.shard.arguments import refuse_copy, replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.pointwise import ONE, SCALED, itself
 from hyper_parallel.core.shard.rule import Rule, pointwise
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -111,7 +111,7 @@ def _multinomial(input: Any, num_samples: int, generator: Any, **_: Any) -> Any:
     if generator is not None:
         return None
     batch = "b " * (len(input.shape) - 1)
-    return Ruled(Rule(f"{batch}c! -> {batch}s!"), {"s": num_samples})
+    return RuleForCall(Rule(f"{batch}c! -> {batch}s!"), {"s": num_samples})
 
 
 def _choose_of_shard(
@@ -141,7 +141,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     as_one_device(
         target.device_mesh, lambda: _called(func, args, kwargs, target, whole)
     )
-    hold(
+    adopt_after_inplace(
         target,
         platform.changed(
             target._local, local_for(replicated(whole, target), target._layout)

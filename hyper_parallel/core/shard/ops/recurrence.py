@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from hyper_parallel.core.dtensor.random import seed_of_piece
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
@@ -54,7 +54,9 @@ def _layers(
     results = ", ".join([steps.format("o"), *of_states])
     text = f"{operands} -> {results}"
     width = states[0].shape[2] * (2 if bidirectional else 1)
-    return Ruled(Rule(text, broadcast="none"), {"o": width}, [input, *states, *params])
+    return RuleForCall(
+        Rule(text, broadcast="none"), {"o": width}, [input, *states, *params]
+    )
 
 
 def _layers_of_shard(
@@ -88,7 +90,7 @@ def _gates(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> A
         return None
     kept = ", ".join(["b h!", "b c!"][: len(states)])
     rule = Rule(f"b i!, {kept}, g! i!, g! h!, g!, g! -> {kept}", broadcast="none")
-    return Ruled(rule, operands=[input, *states, w_ih, w_hh, b_ih, b_hh])
+    return RuleForCall(rule, operands=[input, *states, w_ih, w_hh, b_ih, b_hh])
 
 
 def _one_gate(activation: str) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import (
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.staged_reductions import (
     elementwise,
     exponentials_in_stages,
     extreme_in_stages,
@@ -64,10 +64,10 @@ def _adds_up(input: Any, dtype: Any) -> bool:
     return bool(platform.is_floating_point(input.to_local()))
 
 
-def _sum_like(kind: str) -> Callable[..., Ruled]:
+def _sum_like(kind: str) -> Callable[..., RuleForCall]:
     def rule(
         input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Ruled:
+    ) -> RuleForCall:
         is_bool = dtype is not None and platform.dtype_kind(dtype) == "bool"
         is_complex = platform.dtype_kind(input.dtype) == "complex"
         if is_bool or (kind == "prod" and is_complex):
@@ -75,7 +75,7 @@ def _sum_like(kind: str) -> Callable[..., Ruled]:
                 keepdim, _every(dim)
             )  # what no collective adds up or multiplies
         made = reduction(kind, reducing(keepdim))
-        return Ruled(
+        return RuleForCall(
             made if _adds_up(input, dtype) else replace(made, linear=()),
             {"dim": _every(dim)},
         )
@@ -83,8 +83,13 @@ def _sum_like(kind: str) -> Callable[..., Ruled]:
     return rule
 
 
-def _not_linear(input: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Ruled:  # noqa: ARG001 - an operand
-    return Ruled(Rule(reducing(keepdim)), {"dim": _every(dim)})
+def _not_linear(
+    input: Any,  # noqa: ARG001 - operand 0
+    dim: Any = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> RuleForCall:
+    return RuleForCall(Rule(reducing(keepdim)), {"dim": _every(dim)})
 
 
 def _mean(here: ShardContext, input: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
@@ -192,7 +197,7 @@ def _extreme(name: str) -> Callable[..., Any]:
     def rule(input: Any, dim: Any, keepdim: bool, other: Any) -> Any:
         other = dim if isinstance(dim, DTensor) else other
         if other is not None:
-            return Ruled(pointwise(2), operands=[input, other])
+            return RuleForCall(pointwise(2), operands=[input, other])
         return (
             _staged(of_all)(input)
             if dim is None
@@ -218,18 +223,18 @@ def _place(name: str) -> Callable[..., Any]:
     return rule
 
 
-def _with_places(input: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:  # noqa: ARG001 - an operand
+def _with_places(input: Any, dim: Any, keepdim: bool, **_: Any) -> RuleForCall:  # noqa: ARG001 - an operand
     return whole(keepdim, dim, results=1 if dim is None else 2)
 
 
-def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> Ruled:
+def _quantile(input: Any, q: Any, dim: Any, keepdim: bool, **_: Any) -> RuleForCall:
     several = isinstance(q, DTensor) and len(q.shape)
     kept = "... {dim=1}" if keepdim else "..."
     text = f"... {{dim}}!, q! -> q {kept}" if several else f"... {{dim}}!, -> {kept}"
     dims = tuple(
         at - len(input.shape) for at in reduced_dims(input, dim)
     )  # from the end: the result may have one more
-    return Ruled(Rule(text), {"dim": dims}, [input, q])
+    return RuleForCall(Rule(text), {"dim": dims}, [input, q])
 
 
 def _quantile_of_shard(

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.pointwise import is_zero
-from hyper_parallel.core.shard.ops.stages import is_cut
+from hyper_parallel.core.shard.ops.staged_reductions import is_cut
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -138,22 +138,24 @@ operator(
 )
 
 
-def _indexed(text: str, *linear: tuple[int, ...]) -> Callable[..., Ruled]:
+def _indexed(text: str, *linear: tuple[int, ...]) -> Callable[..., RuleForCall]:
     """The rule of an operator whose index has one dim; ``V`` is the dim of the target, cut or whole."""
 
-    def rule(input: Any, dim: int, index: Any, source: Any, mark: str, _: Any) -> Ruled:
+    def rule(
+        input: Any, dim: int, index: Any, source: Any, mark: str, _: Any
+    ) -> RuleForCall:
         groups = ((0,),) if is_zero(source) else linear
         found = Rule(
             text.replace("V", "{dim=v}" + mark), linear=groups, broadcast="none"
         )
-        return Ruled(found, {"dim": dim}, [input, index, source])
+        return RuleForCall(found, {"dim": dim}, [input, index, source])
 
     return rule
 
 
 def _scattered(
     input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None
-) -> Ruled:
+) -> RuleForCall:
     """Dims in which all have the same size may be cut."""
     (at,) = positions(dim, len(input.shape))
     tensors = [input, index, *([source] if isinstance(source, DTensor) else [])]
@@ -169,7 +171,7 @@ def _scattered(
         for number in range(len(tensors))
     ]
     linear = ((0, 2),) if len(tensors) == 3 and reduce is None else ()
-    return Ruled(
+    return RuleForCall(
         Rule(f"{', '.join(texts)} -> {texts[0]}", linear=linear, broadcast="none"),
         operands=tensors,
     )
@@ -177,17 +179,19 @@ def _scattered(
 
 def _summed(
     input: Any, dim: int, index: Any, source: Any, mark: str, reduce: str | None
-) -> Ruled:
+) -> RuleForCall:
     """A source that is cut along the dim is summed."""
     ruled = _scattered(input, dim, index, source, mark, reduce)
     (at,) = positions(dim, len(input.shape))
     if index.shape[at] != source.shape[at]:
         return ruled
     text = "+" + ruled.rule.text.replace(f"b{at}!", "j").replace(f"c{at}!", "j")
-    return Ruled(Rule(text, linear=((2,),), broadcast="none"), operands=ruled.operands)
+    return RuleForCall(
+        Rule(text, linear=((2,),), broadcast="none"), operands=ruled.operands
+    )
 
 
-_WRITES: dict[str, Callable[..., Ruled]] = {
+_WRITES: dict[str, Callable[..., RuleForCall]] = {
     "index_add": _indexed("+... V, j, ... {dim=j} -> ... V", (2,)),
     "index_copy": _indexed("... V, j!, ... {dim=j}! -> ... V", (0, 2)),
     "index_fill": _indexed("... V, j!, -> ... V", (0, 2)),
@@ -311,7 +315,7 @@ def put_own(
 
 def _put(
     input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, mark: str
-) -> Ruled:
+) -> RuleForCall:
     """All that the indices have is whole; the dims that they are not for are cut alike in the values."""
     names = [f"d{i}{mark if i in dims else ''}" for i in range(len(input.shape))]
     of_indices = [
@@ -327,7 +331,7 @@ def _put(
         )
     text = f"{', '.join([' '.join(names), *of_indices, ' '.join(of_values)])} -> {' '.join(names)}"
     rule = Rule(text, linear=((0, 1 + len(indices)),), broadcast="none")
-    return Ruled(rule, operands=[input, *indices, values])
+    return RuleForCall(rule, operands=[input, *indices, values])
 
 
 def with_indices(
@@ -342,13 +346,13 @@ def with_indices(
 
 def _put_whole(
     input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any
-) -> Ruled:
+) -> RuleForCall:
     return _put(input, dims, indices, values, "!")
 
 
 def _put_cut(
     input: Any, dims: Sequence[int], indices: Sequence[Any], values: Any, **_: Any
-) -> Ruled:
+) -> RuleForCall:
     return _put(input, dims, indices, values, "")
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.core.shard.arguments import OperatorError
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
-from hyper_parallel.core.shard.ops.stages import nothing
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
+from hyper_parallel.core.shard.ops.staged_reductions import nothing
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
 from hyper_parallel.platform import get_platform
@@ -47,7 +47,7 @@ def _ctc_loss(
         f"t! b c!, {', '.join(dims)} -> {'b' if _named(reduction) == 'none' else ''}",
         broadcast="none",
     )
-    return Ruled(
+    return RuleForCall(
         rule,
         operands=[
             log_probs,
@@ -137,7 +137,7 @@ def _embedding_bag(
     rule = Rule(
         f"{dims}, {rows} d, k!, {dims} -> {bags} d", linear=linear, broadcast="none"
     )
-    return Ruled(rule, sizes, [input, weight, offsets, per_sample_weights])
+    return RuleForCall(rule, sizes, [input, weight, offsets, per_sample_weights])
 
 
 def _bags_of_shard(
@@ -194,7 +194,7 @@ def _segment_reduce(
     count = told.shape[0] - (offsets is not None and lengths is None)
     rest = " ".join(f"d{i}" for i in range(1, len(data.shape)))
     rule = Rule(f"n! {rest}, k! -> s! {rest}", broadcast="none")
-    return Ruled(rule, {"s": count}, [data, told])
+    return RuleForCall(rule, {"s": count}, [data, told])
 
 
 operator(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import ints, moved, positions
 from hyper_parallel.core.shard.ops.windows import changed, of_some, shapes_of
 from hyper_parallel.core.shard.rule import Rule
@@ -18,12 +18,12 @@ from hyper_parallel.core.shard.rule import Rule
 # --- transforms along dims
 
 
-def _transform(name: str) -> Callable[..., Ruled]:
-    def rule(**arguments: Any) -> Ruled:
+def _transform(name: str) -> Callable[..., RuleForCall]:
+    def rule(**arguments: Any) -> RuleForCall:
         (shape,) = shapes_of(name, arguments)
         along = _transformed(len(shape), arguments["dim"], arguments.get("s"))
         before, after, sizes = changed(shape, along)
-        return Ruled(
+        return RuleForCall(
             Rule(f"{before} -> {after}", linear=((0,),), broadcast="none"), sizes
         )
 
@@ -49,7 +49,7 @@ for _kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
         )
 
 
-def _shift(input: Any, dim: Any) -> Ruled:
+def _shift(input: Any, dim: Any) -> RuleForCall:
     along = _transformed(len(input.shape), dim, None)
     names = [f"d{i}{'!' if i in along else ''}" for i in range(len(input.shape))]
     return moved(names, names)
@@ -60,7 +60,7 @@ operator("fft_fftshift fft_ifftshift", "input, dim=None", _shift)
 # --- transforms of short times
 
 
-def _stft(input: Any, window: Any, **more: Any) -> Ruled:
+def _stft(input: Any, window: Any, **more: Any) -> RuleForCall:
     (shape,) = shapes_of("stft", {"input": input, "window": window, **more})
     batch = "b " * (len(input.shape) == 2)
     names = ["f", "n", "two"][
@@ -68,15 +68,15 @@ def _stft(input: Any, window: Any, **more: Any) -> Ruled:
     ]  # two: the real and the imaginary part
     text = f"{batch}t!, w! -> {batch}{' '.join(f'{name}!' for name in names)}"
     sizes = dict(zip(names, shape[len(input.shape) - 1 :], strict=True))
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((0,), (1,)), broadcast="none"), sizes, [input, window]
     )
 
 
-def _istft(input: Any, window: Any, length: int | None, **more: Any) -> Ruled:
+def _istft(input: Any, window: Any, length: int | None, **more: Any) -> RuleForCall:
     batch = "b " * (len(input.shape) == 3)
     size = _duration(input.shape[-1], **more) if length is None else length
-    return Ruled(
+    return RuleForCall(
         Rule(f"{batch}f! n!, w! -> {batch}t!", linear=((0,),), broadcast="none"),
         {"t": size},
         [input, window],

@@ -123,7 +123,7 @@ def take_small_part(input: Any, items: Sequence[Any]) -> DTensor:
         for item in items
     )
     found = found if all(item == ALL for item in left) else found[left]
-    found._copy_of = "getitem"
+    found._lost_view_of = "getitem"
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.shard.ops.aliasing import contiguous_shard, reshape_shard
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.slices import is_small_part, take_small_part
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -30,10 +30,10 @@ platform = get_platform()
 Shape = Sequence[int]
 
 
-def moved(left: Sequence[str], right: Sequence[str], **sizes: int) -> Ruled:
+def moved(left: Sequence[str], right: Sequence[str], **sizes: int) -> RuleForCall:
     """The rule for one tensor whose dims are these factors before and after; a whole factor may come or go."""
     text = f"{' '.join(left)} -> {' '.join(right)}"
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((0,),), carries=REDUCE_OPS, broadcast="none"), sizes
     )
 
@@ -55,7 +55,7 @@ def ints(values: Any) -> tuple[int, ...]:
 # --- other shapes
 
 
-def reshaped(old: Shape, new: Shape) -> Ruled:
+def reshaped(old: Shape, new: Shape) -> RuleForCall:
     """The elements of a tensor of one shape, in the same order, in another shape."""
     if math.prod(old) != math.prod(new):
         raise RuntimeError(
@@ -155,7 +155,9 @@ def _reinterpreted(input: Any, dtype: Any) -> Any:
     ours, theirs = platform.get_element_size(input), dtype.itemsize
     if ours == theirs:
         return Rule("... -> ...")
-    return Ruled(Rule("... i! -> ... o!"), {"o": input.shape[-1] * ours // theirs})
+    return RuleForCall(
+        Rule("... i! -> ... o!"), {"o": input.shape[-1] * ours // theirs}
+    )
 
 
 def _view_of_shard(
@@ -172,11 +174,11 @@ def _view_of_shard(
     )
 
 
-def _reshape(input: Any, shape: Any) -> Ruled:
+def _reshape(input: Any, shape: Any) -> RuleForCall:
     return reshaped(tuple(input.shape), resolved(shape, math.prod(input.shape)))
 
 
-def _ravel(input: Any) -> Ruled:
+def _ravel(input: Any) -> RuleForCall:
     return reshaped(tuple(input.shape), (math.prod(input.shape),))
 
 
@@ -184,7 +186,7 @@ def _ravel_shard(here: ShardContext, input: Any) -> Any:
     return contiguous_shard(here.operand_shape(0), input).reshape(here.shape())
 
 
-def _flatten(input: Any, start_dim: int, end_dim: int) -> Ruled:
+def _flatten(input: Any, start_dim: int, end_dim: int) -> RuleForCall:
     shape = tuple(input.shape)
     start, end = positions((start_dim, end_dim), len(shape))
     if start > end:
@@ -210,13 +212,13 @@ def _to_flat(
     return reshape_shard(here)
 
 
-def _unflatten(input: Any, dim: int, sizes: Any) -> Ruled:
+def _unflatten(input: Any, dim: int, sizes: Any) -> RuleForCall:
     shape = tuple(input.shape)
     (at,) = positions(dim, len(shape))
     return reshaped(shape, (*shape[:at], *resolved(sizes, shape[at]), *shape[at + 1 :]))
 
 
-def _squeeze(input: Any, dim: Any) -> Ruled:
+def _squeeze(input: Any, dim: Any) -> RuleForCall:
     shape = tuple(input.shape)
     named = range(len(shape)) if dim is None else positions(dim, len(shape))
     return reshaped(
@@ -224,7 +226,7 @@ def _squeeze(input: Any, dim: Any) -> Ruled:
     )
 
 
-def _unsqueeze(input: Any, dim: int) -> Ruled:
+def _unsqueeze(input: Any, dim: int) -> RuleForCall:
     shape = tuple(input.shape)
     (at,) = positions(dim, len(shape) + 1)
     return reshaped(shape, (*shape[:at], 1, *shape[at:]))
@@ -346,13 +348,13 @@ for _count in (1, 2, 3):
 # --- another order
 
 
-def reordered(order: Sequence[int]) -> Ruled:
+def reordered(order: Sequence[int]) -> RuleForCall:
     """Dim i of the result is dim ``order[i]``."""
     names = [f"d{i}" for i in range(len(order))]
     return moved(names, [names[i] for i in order])
 
 
-def _permute(input: Any, dims: Any) -> Ruled:
+def _permute(input: Any, dims: Any) -> RuleForCall:
     order = positions(dims, len(input.shape))
     if sorted(order) != list(range(len(input.shape))):
         raise RuntimeError(
@@ -361,11 +363,11 @@ def _permute(input: Any, dims: Any) -> Ruled:
     return reordered(order)
 
 
-def _swapped(dim0: int, dim1: int) -> Callable[..., Ruled]:
+def _swapped(dim0: int, dim1: int) -> Callable[..., RuleForCall]:
     return lambda input: _transpose(input, dim0, dim1)
 
 
-def _transpose(input: Any, dim0: int, dim1: int) -> Ruled:
+def _transpose(input: Any, dim0: int, dim1: int) -> RuleForCall:
     order = list(range(len(input.shape)))
     if order:
         one, other = positions((dim0, dim1), len(order))
@@ -373,7 +375,7 @@ def _transpose(input: Any, dim0: int, dim1: int) -> Ruled:
     return reordered(order)
 
 
-def _movedim(input: Any, source: Any, destination: Any) -> Ruled:
+def _movedim(input: Any, source: Any, destination: Any) -> RuleForCall:
     ndim = len(input.shape)
     taken, put = positions(source, ndim), positions(destination, ndim)
     if not len(set(taken)) == len(taken) == len(put) == len(set(put)):
@@ -397,7 +399,7 @@ operator("mT mH", "input", _swapped(-2, -1), view=True)
 # --- repeated without a copy
 
 
-def _expand(input: Any, size: Any, **_: Any) -> Ruled:
+def _expand(input: Any, size: Any, **_: Any) -> RuleForCall:
     shape, wanted = tuple(input.shape), ints(size)
     new = len(wanted) - len(shape)
     left, right = [f"d{i}" for i in range(len(shape))], []
@@ -477,7 +479,7 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> Any:
         return move("... -> ...")
     if is_small_part(input, _narrowed(input, dim, start, length)):
         return lambda **given: take_small_part(given["input"], _narrowed(**given))
-    return Ruled(move("... {dim}! -> ... {dim=out}!"), {"out": length})
+    return RuleForCall(move("... {dim}! -> ... {dim=out}!"), {"out": length})
 
 
 def _narrowed(input: Any, dim: int, start: int, length: int) -> list[Any]:
@@ -534,7 +536,7 @@ def diagonal_size(rows: int, columns: int, offset: int) -> int:
     )
 
 
-def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> Ruled:
+def _diagonal(input: Any, offset: int, dim1: int, dim2: int) -> RuleForCall:
     one, other = positions((dim1, dim2), len(input.shape))
     names = [f"d{i}" for i in range(len(input.shape))]
     kept = [name for i, name in enumerate(names) if i not in (one, other)]

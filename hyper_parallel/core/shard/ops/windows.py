@@ -17,7 +17,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device
 from hyper_parallel.core.shard.arguments import replicated
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import ints
 from hyper_parallel.core.shard.rule import Rule, move
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -108,7 +108,7 @@ def windowed(
     """
     tensors = operands.split()
 
-    def rule(**arguments: Any) -> Ruled:
+    def rule(**arguments: Any) -> RuleForCall:
         shapes = shapes_of(name, arguments)
         ndim = len(shapes[0])
         before, after, sizes = changed(
@@ -121,7 +121,7 @@ def windowed(
             carries=tuple(carries),
             broadcast="none",
         )
-        return Ruled(made, sizes, [arguments[tensor] for tensor in tensors])
+        return RuleForCall(made, sizes, [arguments[tensor] for tensor in tensors])
 
     return rule
 
@@ -195,7 +195,9 @@ def _fractional(name: str, along: int) -> Callable[..., Any]:
         before, after, sizes = changed(shapes[0], range(free, free + along))
         channels = " ".join(["n!"] * (2 - free) + before.split()[:free])
         text = f"{before}, {channels} at! -> {', '.join([after] * len(shapes))}"
-        return Ruled(Rule(text, broadcast="none"), sizes, [input, _random_samples])
+        return RuleForCall(
+            Rule(text, broadcast="none"), sizes, [input, _random_samples]
+        )
 
     def handler(
         input: Any, output_ratio: Any, _random_samples: Any, **more: Any
@@ -271,26 +273,26 @@ def _area(kernel_size: Any) -> int:
     return math.prod(ints(kernel_size) * (2 if isinstance(kernel_size, int) else 1))
 
 
-def _im2col(input: Any, kernel_size: Any, **more: Any) -> Ruled:
+def _im2col(input: Any, kernel_size: Any, **more: Any) -> RuleForCall:
     ((*_, columns),) = shapes_of(
         "im2col", {"input": input, "kernel_size": kernel_size, **more}
     )
     batch = "n " * (len(input.shape) == 4)
     text = f"{batch}c h! w! -> {batch}(c k!) l!"
-    return Ruled(
+    return RuleForCall(
         Rule(text, linear=((0,),), broadcast="none"),
         {"k": _area(kernel_size), "l": columns},
     )
 
 
-def _col2im(input: Any, kernel_size: Any, **more: Any) -> Ruled:
+def _col2im(input: Any, kernel_size: Any, **more: Any) -> RuleForCall:
     ((*_, height, width),) = shapes_of(
         "col2im", {"input": input, "kernel_size": kernel_size, **more}
     )
     batch = "n " * (len(input.shape) == 3)
     text = f"{batch}(c k!) l! -> {batch}c h! w!"
     sizes = {"k": _area(kernel_size), "h": height, "w": width}
-    return Ruled(Rule(text, linear=((0,),), broadcast="none"), sizes)
+    return RuleForCall(Rule(text, linear=((0,),), broadcast="none"), sizes)
 
 
 def _col2im_of_shard(here: ShardContext, kernel_size: Any, **more: Any) -> Any:
@@ -314,9 +316,9 @@ operator(
 def _pixels(text: str, name: str, factor: str) -> None:
     """Channels into pixels, or back: blocks of i rows and j columns."""
 
-    def rule(**arguments: Any) -> Ruled:
+    def rule(**arguments: Any) -> RuleForCall:
         shapes_of(name, arguments)  # says what is wrong with the sizes
-        return Ruled(move(text), {"i": arguments[factor], "j": arguments[factor]})
+        return RuleForCall(move(text), {"i": arguments[factor], "j": arguments[factor]})
 
     def of_shard(here: ShardContext, **arguments: Any) -> Any:
         return of_some(here, least=arguments[factor] ** 2, **arguments)
@@ -344,11 +346,13 @@ operator(
 # --- samples at a grid
 
 
-def _grid_sample(input: Any, grid: Any, **_: Any) -> Ruled:
+def _grid_sample(input: Any, grid: Any, **_: Any) -> RuleForCall:
     spatial = " ".join(f"s{i}!" for i in range(len(input.shape) - 2))
     points = " ".join(f"o{i}" for i in range(len(grid.shape) - 2))
     text = f"n c {spatial}, n {points} at! -> n c {points}"
-    return Ruled(Rule(text, linear=((0,),), broadcast="none"), operands=[input, grid])
+    return RuleForCall(
+        Rule(text, linear=((0,),), broadcast="none"), operands=[input, grid]
+    )
 
 
 operator(
@@ -365,10 +369,10 @@ operator(
 )
 
 
-def _affine_grid(size: Any, **_: Any) -> Ruled:
+def _affine_grid(size: Any, **_: Any) -> RuleForCall:
     names = [f"o{i}!" for i in range(len(size) - 2)]
     sizes = dict(zip((name[:-1] for name in names), size[2:], strict=True))
-    return Ruled(
+    return RuleForCall(
         Rule(f"n r! k! -> n {' '.join(names)} r!", linear=((0,),), broadcast="none"),
         sizes,
     )

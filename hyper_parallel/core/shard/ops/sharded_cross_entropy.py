@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.modes import MODES
 from hyper_parallel.core.dtensor.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.routes import local_for
 from hyper_parallel.core.shard.arguments import OperatorError, check_explicit
-from hyper_parallel.core.shard.ops.stages import wide
+from hyper_parallel.core.shard.ops.staged_reductions import wide
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 

@@ -15,7 +15,7 @@ from hyper_parallel.core.distributed_checkpoint.chunks import ChunkList, chunk_o
 from hyper_parallel.core.distributed_checkpoint.entries import Entry
 from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
 from hyper_parallel.core.distributed_checkpoint.format import fill
-from hyper_parallel.core.distributed_checkpoint.holdings import Holdings, Merge
+from hyper_parallel.core.distributed_checkpoint.holdings import LocalState, Merge
 from hyper_parallel.core.distributed_checkpoint.metadata import (
     ITEM_SIZES,
     TensorStorageMetadata,
@@ -29,7 +29,7 @@ Chunk = tuple[
 
 
 @dataclass
-class Division:
+class WriteAssignment:
     """For each rank the chunks and the objects that it writes, and what the checkpoint then holds."""
 
     chunks: dict[int, set[Chunk]]
@@ -38,7 +38,7 @@ class Division:
 
 
 def take_merged(
-    everyone: Sequence[Holdings], merges: Mapping[str, Merge]
+    everyone: Sequence[LocalState], merges: Mapping[str, Merge]
 ) -> dict[str, Any]:
     """Takes the objects of which ranks may have different parts away from all of them; returns them made one."""
     made = {}
@@ -51,13 +51,13 @@ def take_merged(
 
 
 def divided(
-    everyone: Sequence[Holdings],
+    everyone: Sequence[LocalState],
     writers: Callable[[Iterable[Entry]], dict[str, int]],
     *,
     to_minimum_rank: bool = False,
-) -> Division:
+) -> WriteAssignment:
     """Every chunk and every object once; a CheckpointError where ranks disagree about what has a name."""
-    made = Division(
+    made = WriteAssignment(
         {held.rank: set() for held in everyone}, {held.rank: set() for held in everyone}
     )
     holders = _holders(everyone)
@@ -88,8 +88,8 @@ def divided(
     return made
 
 
-def _holders(everyone: Sequence[Holdings]) -> dict[str, list[Holdings]]:
-    found: dict[str, list[Holdings]] = {}
+def _holders(everyone: Sequence[LocalState]) -> dict[str, list[LocalState]]:
+    found: dict[str, list[LocalState]] = {}
     for held in everyone:
         for name in held.entries:
             found.setdefault(name, []).append(held)
@@ -98,11 +98,11 @@ def _holders(everyone: Sequence[Holdings]) -> dict[str, list[Holdings]]:
     return found
 
 
-def _first_entries(holders: dict[str, list[Holdings]]) -> Iterable[tuple[str, Entry]]:
+def _first_entries(holders: dict[str, list[LocalState]]) -> Iterable[tuple[str, Entry]]:
     return ((name, held[0].entries[name]) for name, held in holders.items())
 
 
-def _check_alike(name: str, holders: list[Holdings]) -> None:
+def _check_alike(name: str, holders: list[LocalState]) -> None:
     kinds: dict[tuple[Any, ...], int] = {}
     for held in holders:
         entry = held.entries[name]
@@ -120,7 +120,7 @@ def _check_alike(name: str, holders: list[Holdings]) -> None:
         )
 
 
-def _fills_its_mesh(entry: Entry, holders: list[Holdings]) -> bool:
+def _fills_its_mesh(entry: Entry, holders: list[LocalState]) -> bool:
     """Whether the layout alone says which ranks have which chunk, and it is so."""
     return (
         all(held.entries[entry.name].cut == entry.cut for held in holders)
@@ -133,13 +133,16 @@ def _fills_its_mesh(entry: Entry, holders: list[Holdings]) -> bool:
 
 
 def _divide_the_rest(
-    holders: dict[str, list[Holdings]], made: Division, *, to_minimum_rank: bool
+    holders: dict[str, list[LocalState]],
+    made: WriteAssignment,
+    *,
+    to_minimum_rank: bool,
 ) -> None:
     """Tensors that some ranks have and others not, or on several meshes: chunk by chunk to the one with least."""
     loads = dict.fromkeys(made.chunks, 0)
     for name, held in sorted(holders.items()):
         entry = held[0].entries[name]
-        boxes: dict[Box, list[Holdings]] = {}
+        boxes: dict[Box, list[LocalState]] = {}
         for one in held:
             for part in one.parts(name):
                 boxes.setdefault(part.box, []).append(one)
@@ -160,7 +163,7 @@ def _divide_the_rest(
         _check_whole(name, entry, sorted(boxes))
 
 
-def _check_samples(name: str, boxes: dict[Box, list[Holdings]]) -> None:
+def _check_samples(name: str, boxes: dict[Box, list[LocalState]]) -> None:
     """Ranks of which no layout says that they have the same must have the same."""
     for candidates in boxes.values():
         samples: dict[int | None, int] = {}
@@ -192,8 +195,8 @@ def _check_whole(name: str, entry: Entry, boxes: Sequence[Box]) -> None:
         )
 
 
-def _divide_objects(everyone: Sequence[Holdings], made: Division) -> None:
-    first: dict[str, Holdings] = {}
+def _divide_objects(everyone: Sequence[LocalState], made: WriteAssignment) -> None:
+    first: dict[str, LocalState] = {}
     for held in everyone:
         for name, text in held.texts.items():
             before = first.setdefault(name, held)

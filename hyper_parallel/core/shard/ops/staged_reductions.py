@@ -16,7 +16,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.shard.ops.operator import Ruled, operator
+from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import positions
 from hyper_parallel.core.shard.rule import Rule
 from hyper_parallel.core.shard.shard_context import ShardContext
@@ -47,9 +47,9 @@ def reducing(keepdim: bool, mark: str = "", operands: int = 1, results: int = 1)
     return f"{', '.join([left] * operands)} -> {', '.join([right] * results)}"
 
 
-def whole(keepdim: bool, dim: Any, operands: int = 1, results: int = 1) -> Ruled:
+def whole(keepdim: bool, dim: Any, operands: int = 1, results: int = 1) -> RuleForCall:
     """The rule for operators that must see all of the dims that they reduce."""
-    return Ruled(Rule(reducing(keepdim, "!", operands, results)), {"dim": dim})
+    return RuleForCall(Rule(reducing(keepdim, "!", operands, results)), {"dim": dim})
 
 
 def parts_of(input: DTensor, dims: Dims, part: Any) -> DTensor:
@@ -201,7 +201,7 @@ def shared_extreme(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) 
     return share + platform.operator(name)(platform.detach(values), dim, keepdim)
 
 
-def _shared(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) -> Ruled:  # noqa: ARG001 - operands
+def _shared(values: Any, ties: Any, name: str, dim: Dims, keepdim: bool) -> RuleForCall:  # noqa: ARG001 - operands
     return whole(keepdim, dim, operands=2)
 
 
@@ -229,7 +229,13 @@ def found_extreme(values: Any, indices: Any, name: str, dim: int, keepdim: bool)
     return type(found)(pair if keepdim else [one.squeeze(dim) for one in pair])
 
 
-def _found(values: Any, indices: Any, name: str, dim: int, keepdim: bool) -> Ruled:  # noqa: ARG001 - operands
+def _found(
+    values: Any,  # noqa: ARG001 - operand 0
+    indices: Any,  # noqa: ARG001 - operand 1
+    name: str,  # noqa: ARG001 - for the local function
+    dim: int,
+    keepdim: bool,
+) -> RuleForCall:
     return whole(keepdim, dim, operands=2, results=2)
 
 
@@ -341,7 +347,7 @@ def joined_moments(
     return total(squares + counts * off * off, dim, True), center + rest
 
 
-def _joined(dim: Dims, **operands: Any) -> Ruled:
+def _joined(dim: Dims, **operands: Any) -> RuleForCall:
     return whole(True, dim, operands=len(operands), results=2)
 
 
