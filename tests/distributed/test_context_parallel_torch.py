@@ -137,6 +137,20 @@ def test_beside_tensor_and_data_parallel():
 
 
 @on_ranks(4)
+def test_heads_of_which_some_ranks_have_fewer_or_none():
+    """Where these cannot be exchanged, all ranks are told, also those whose own heads could be."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    where = [Shard(2), Shard(1)]
+    for heads in (1, 3):
+        operands = qkv(heads=heads, of_keys=heads, size=7)
+        for method in METHODS[:2]:
+            found, *_ = together(operands, mesh, where, method, is_causal=True)
+            close(found, alone(operands, is_causal=True))
+        with pytest.raises(ValueError, match="1 heads of queries cannot be divided"):
+            together(operands, mesh, where, {"method": "ulysses"})
+
+
+@on_ranks(4)
 def test_a_sequence_on_two_axes():
     """Heads are exchanged along the last axis, keys travel along the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("co", "ds"))
@@ -306,7 +320,7 @@ def test_what_a_method_cannot_do_is_an_error():
 
 @on_ranks(2)
 def test_calls_that_the_rule_does_as_well_are_left_to_it():
-    """Queries whose sequence is whole, keys that every rank has, and masks that are trained."""
+    """A whole sequence, keys that every rank or every row has, batches of several dims, and masks that are trained."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     operands = qkv(size=6)
     expected = alone(operands)
@@ -327,6 +341,19 @@ def test_calls_that_the_rule_does_as_well_are_left_to_it():
         expected,
     )
     assert not ledger.counts(backward=False)
+    one_batch = [query, key[:1], value[:1]]
+    shards = [distribute_tensor(x, mesh, [Shard(2)]) for x in one_batch]
+    with attention_method("ring"):
+        output = F.scaled_dot_product_attention(*shards, enable_gqa=True)
+    close([output.full_tensor()], alone(one_batch)[:1])
+    many_dims = drawn(*[(2, 3, 2, 6, 4)] * 3)
+    mask = drawn((2, 1, 2, 6, 6))[0]
+    shards = [distribute_tensor(x, mesh, [Shard(3)]) for x in many_dims]
+    with attention_method("ring"):
+        output = F.scaled_dot_product_attention(*shards, attn_mask=mask)
+    close([output.full_tensor()], alone(many_dims, attn_mask=mask)[:1])
+    with pytest.raises(NotImplementedError, match="up to 4 dims"):
+        together(many_dims, mesh, [Shard(3)], {"document_ids": [[0] * 6] * 2})
     bias = drawn((6, 6))[0]
     trained = bias.clone().requires_grad_()
     output = F.scaled_dot_product_attention(

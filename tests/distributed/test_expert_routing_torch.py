@@ -368,6 +368,38 @@ def test_the_global_loss_is_the_same_on_all_ranks():
     close(load_balance_loss(scores, index, kind="global", mesh=mesh), expected)
 
 
+@on_ranks(2)
+def test_losses_of_a_rank_without_tokens_are_zero():
+    """Neither an error on one rank, for which the others would wait, nor a loss that is no number."""
+    mesh = line(2)
+    for coefficient, sizes in ((0.1, [0, 4]), (0.1, [0, 0])):
+        many = build(2, load_balance_coeff=coefficient)
+        shard(many, mesh)
+        tokens = batches(2, sizes)[mesh.get_local_rank()]
+        with collect_aux_losses() as aux:
+            output = many(tokens)
+        (output.sum() + aux.total()).backward()
+        assert (aux.total() == 0) == (len(tokens) == 0)
+        assert aux.total().isfinite()
+        assert all(p.grad.isfinite().all() for p in many.parameters())
+    model = build(2)
+    logits, scores, index = probabilities_of(model, batches(1, [4])[0])
+    nothing = torch.zeros(4, dtype=torch.bool)
+    for kind in ("switch", "sequence"):
+        found = load_balance_loss(scores, index, kind=kind, sequences=2, mask=nothing)
+        assert found == 0
+    half = torch.tensor([1, 1, 0, 0]).bool()
+    found = load_balance_loss(scores, index, kind="sequence", sequences=2, mask=half)
+    close(found, load_balance_loss(scores[:2], index[:2]) / 2)
+    assert z_loss(logits, nothing) == z_loss(logits[:0]) == 0
+    mesh_wide = load_balance_loss(
+        *(x[: 4 * mesh.get_local_rank()] for x in (scores, index)),
+        kind="global",
+        mesh=mesh,
+    )
+    close(mesh_wide, load_balance_loss(scores, index))
+
+
 @on_ranks(4)
 def test_silent_composition_bugs():
     """Losses with padding, of tokens that ranks divide along any axes, as with sequence parallelism."""

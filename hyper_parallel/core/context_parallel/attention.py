@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from hyper_parallel.core.context_parallel.blocks import (
     documents_of_ids,
     documents_of_lengths,
 )
-from hyper_parallel.core.context_parallel.division import Division
+from hyper_parallel.core.context_parallel.division import Division, Heads
 from hyper_parallel.core.context_parallel.engine import Task, attend
 from hyper_parallel.core.context_parallel.masks import own_mask, place_masks
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -200,8 +200,14 @@ def _call(
     if not all(isinstance(one, DTensor) for one in operands) or not query.shape[-1]:
         return NotImplemented
     axes = query._layout.dim_axes[-2]
-    has_heads = enable_gqa or query.shape[:-2] == key.shape[:-2]
-    if not (has_heads and _takes_mask(attn_mask, is_causal) and _fit(operands, axes)):
+    shared = (
+        -3 if enable_gqa else -2
+    )  # dims up to here are alike, for nothing is broadcast
+    has_heads = query.shape[:shared] == key.shape[:shared]
+    takes_mask = _takes_mask(attn_mask, is_causal)
+    if len(query.shape) > 4:  # more dims of a batch than masks and documents have
+        takes_mask = attn_mask is None and method.documents is None
+    if not (has_heads and takes_mask and _fit(operands, axes)):
         return _leave_to_rule(method, query, key)
     if dropout_p and _is_on_one_rank(query, axes):
         return _leave_to_rule(method, query, key)
@@ -227,9 +233,10 @@ def _leave_to_rule(method: Method, query: DTensor, key: DTensor) -> Any:
     raise coded(
         NotImplementedError,
         "HP805",
-        f"{OPERATOR}: a window or documents were given, which are known only where queries, keys and values are "
-        f"sharded alike along the sequence, but the query is in {query.layout} and the key in {key.layout}; give the "
-        "call a mask instead, or leave out what it has beside them",
+        f"{OPERATOR}: a window or documents were given, which are known only where queries, keys and values of up to "
+        "4 dims are sharded alike along the sequence, and each rank has the heads of keys of its queries; but the "
+        f"query of shape {tuple(query.shape)} is in {query.layout} and the key of shape {tuple(key.shape)} in "
+        f"{key.layout}; give the call a mask instead, or leave out what it has beside them",
     )
 
 
@@ -318,12 +325,32 @@ def _divide(
 ) -> Division:
     mesh = query.mesh
     ranks = mesh.ranks_along(axes)
-    places = [mesh.coordinate_of(rank) for rank in ranks]
-    queries, keys = (
-        tuple(layout.spans_of(shape, place)[-2] for place in places)
-        for layout, shape in ((query, of_query), (key, of_key))
-    )
-    return method.division(ranks, ranks.index(mesh.rank), queries, keys)
+    both = (query, of_query), (key, of_key)
+
+    def spans_of(dim: int, ranks: Sequence[int]) -> list[tuple[Spans, ...]]:
+        """For queries and for keys, where each of these ranks has its part."""
+        places = [mesh.coordinate_of(rank) for rank in ranks]
+        return [
+            tuple(layout.spans_of(shape, place)[dim] for place in places)
+            for layout, shape in both
+        ]
+
+    queries, keys = spans_of(-2, ranks)
+    division = method.division(ranks, ranks.index(mesh.rank), queries, keys)
+    if division.degree > 1 and len(of_query) > 2:
+        # Those of all ranks: where one refuses, the others would wait for it.
+        with_heads = mesh.ranks_along(query.dim_axes[-3]) or [mesh.rank]
+        counts = zip(*spans_of(-3, with_heads), strict=True)
+        _check_heads(counts, division.degree)
+    return division
+
+
+def _check_heads(parts: Iterable[Iterable[Spans]], degree: int) -> None:
+    """Raises a ValueError if ranks with any of these heads of queries and keys cannot exchange them."""
+    for spans_of_both in parts:
+        heads, of_keys = (sum(size for _, size in spans) for spans in spans_of_both)
+        if heads:
+            Heads(heads, of_keys, degree)
 
 
 def _for_rows(method: Method, query: DTensor, key: DTensor) -> Method:

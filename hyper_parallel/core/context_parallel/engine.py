@@ -70,6 +70,8 @@ class Task:
 def attend(query: Any, key: Any, value: Any, task: Task) -> Any:
     """This rank's part of the attention of all ranks' queries to all ranks' keys; differentiable once."""
     division = task.division
+    if 0 in query.shape[:2]:  # on all of these ranks alike: nothing to send either
+        return _attend_nothing(query, key, value)
     exchange = None
     if division.degree > 1:
         heads = Heads(query.shape[1], key.shape[1], division.degree)
@@ -80,6 +82,13 @@ def attend(query: Any, key: Any, value: Any, task: Task) -> Any:
         name = "ring" if division.rotates else "gather"
     output = _functions()[name].apply(query, key, value, task)
     return output if exchange is None else _return_heads(output, exchange)
+
+
+def _attend_nothing(query: Any, key: Any, value: Any) -> Any:
+    """The empty output of a rank without rows of the batch, or without heads."""
+    shape = (*query.shape[:3], value.shape[3])
+    empty = platform.zeros(shape, dtype=query.dtype, device=query.device)
+    return platform.keep_in_graph(empty, [query, key, value])
 
 
 def exchange_heads(query: Any, key: Any, value: Any, exchange: Exchange) -> Any:
