@@ -11,6 +11,7 @@ import torch
 
 from hyper_parallel import init_device_mesh
 from hyper_parallel.cli.verify import on_rank
+from hyper_parallel.core.dtensor import routes
 from hyper_parallel.core.expert_parallel import AllToAllTokenDispatcher, crossing
 from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.recipe import RecipeError, read_recipe
@@ -93,10 +94,16 @@ def mix_up_results(monkeypatch):
     monkeypatch.setattr(AllToAllTokenDispatcher, "combine", combine)
 
 
+def leave_out_sums(monkeypatch):
+    """The router and all that is dense get the gradients of this rank's tokens."""
+    monkeypatch.setattr(routes, "reduce_later", lambda local, *_: local.view_as(local))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("fault", "first"),
     [
+        (leave_out_sums, "the gradient of 'head.weight'"),
         (scale_gradients, r"gradient of 'blocks\.1\.moe\.experts\.w[123]'"),
         (mix_up_results, "module 'blocks.0.moe.experts': its output"),
     ],

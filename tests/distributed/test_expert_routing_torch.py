@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of all kinds on real ranks: extreme, repeated, recomputed, limited, counted, and its losses."""
 
+import contextlib
 import copy
 import threading
 
@@ -252,6 +253,37 @@ def test_eval_does_not_move_the_bias():
     many.train()
     many(batches(2)[mesh.get_local_rank()])
     assert many.tokens_per_expert.sum() == 10
+
+
+def test_micro_batches_on_two_threads_are_all_counted(monkeypatch):
+    """Even where both have read the counts before one of them writes."""
+    model, tokens = build(2), batches(1, [3])[0]
+    platform = get_platform()
+    right, both = platform.copy_into, threading.Barrier(2)
+
+    def copy_late(target, source):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        right(target, source)
+
+    monkeypatch.setattr(platform, "copy_into", copy_late)
+    threads = [threading.Thread(target=model, args=(tokens,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.tokens_per_expert.sum() == 2 * 3 * 2
+
+
+def test_scores_have_float32_under_autocast():
+    model = MoE(DIM, HIDDEN, EXPERTS, 2)
+    tokens = batches(1)[0].float()
+    weights, index, _ = model.router(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, chosen, _ = model.router(tokens)
+        assert (tokens @ tokens.T).dtype is torch.bfloat16
+    assert chosen.equal(index)
+    assert found.equal(weights)
 
 
 @on_ranks(4)

@@ -7,6 +7,7 @@ ExpertParallel().apply(moe.experts, mesh["ep"])
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from hyper_parallel.core.expert_parallel.telemetry import is_recomputing
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
+_COUNTING = threading.Lock()  # micro batches on several threads count into one buffer
 
 
 class MoE(platform.Module):  # type: ignore[name-defined, misc]
@@ -91,11 +93,12 @@ class MoE(platform.Module):  # type: ignore[name-defined, misc]
 
     def _count(self, index: Any) -> None:
         """Adds the tokens of these choices to those counted since the last update of the bias."""
-        if isinstance(index, DTensor):
-            self._count_in_parts(index.layout)
         counts = count_tokens(_local(index), self.num_experts)
-        own = _local(self.tokens_per_expert)
-        platform.copy_into(own, own + counts)
+        with _COUNTING:
+            if isinstance(index, DTensor):
+                self._count_in_parts(index.layout)
+            own = _local(self.tokens_per_expert)
+            platform.copy_into(own, own + counts)
 
     def _count_in_parts(self, tokens: Layout) -> None:
         """Has each rank count its own tokens, where these are distributed: the buffer is then a sum of parts."""
@@ -123,9 +126,8 @@ class _Beside:
         """Computes it, unless recording was switched off on the way, as where a call is recomputed as a whole."""
         if self._is_early is None:
             self._is_early = self._records != platform.is_recording_disabled()
-        if (
-            self._is_early
-        ):  # also in a recomputation, which has to repeat all that was recorded
+        # Recomputation has to repeat all that was recorded, though nobody takes it then.
+        if self._is_early:
             self._outputs.append(self._module(self._tokens))
 
     def take(self) -> Any:
