@@ -187,8 +187,8 @@ class _Attention:
             return result.to_local()
 
     def _distribute(self, shard: Any) -> DTensor:
-        size = shard.shape[2] if len(shard.shape) == 4 else 1
-        if size % 2:
+        is_paired = len(shard.shape) == 4 and not shard.shape[2] % 2
+        if not is_paired and (len(shard.shape) != 4 or self._mesh.size() > 1):
             raise coded(
                 ValueError,
                 "HP803",

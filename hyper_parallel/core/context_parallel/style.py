@@ -191,7 +191,7 @@ class _Crossing:
             own = value.placements[axis_of(value.device_mesh, self._mesh)]
             return value if own.is_shard(style.seq_dim) else self._redistribute(value)
         size = value.shape[style.seq_dim]
-        if style.load_balance and size % 2:
+        if style.load_balance and size % 2 and self._ranks > 1:
             raise coded(
                 ValueError,
                 "HP803",
