@@ -209,7 +209,7 @@ def test_windows_and_documents():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     operands, position = qkv(size=11), torch.arange(11)
     distance = position[None] - position[:, None]
-    ids = torch.tensor([[0] * 5 + [1] * 6, [2, 2, 3, 4, 4, 4, 4, 4, 4, -1, -1]])
+    ids = torch.tensor([[0] * 5 + [1] * 6, [2, 2, -1, 4, 4, 4, -1, 4, 4, 3, -1]])
     same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
     borders = [0, 0, 1, 6, 9]
     of_borders = torch.bucketize(position, torch.tensor(borders[1:]), right=True)

@@ -65,6 +65,19 @@ def test_losses_and_norms_are_those_of_one_process():
 
 
 @on_ranks(4)
+def test_balance_is_that_of_one_process_on_every_mesh():
+    """The loss of balance and the bias, both of the tokens of all ranks, whatever divides these."""
+    balanced = ["model.arguments.balance=0.1", "experts.bias_rate=0.05"]
+    expected = facts_of("plan={}", *balanced)
+    for mesh, plan in (
+        ("{dp: 2, cp: 2}", "plan={}"),
+        ("{cp: 2, ep: 2}", PLAN),
+        ("{ep: 2, tp: 2}", PARTS),
+    ):
+        torch.testing.assert_close(facts_of(f"mesh={mesh}", plan, *balanced), expected)
+
+
+@on_ranks(4)
 def test_verify_compares_experts_with_one_process():
     for mesh in ("{dp: 2, ep: 2}", "{pp: 2, ep: 2}"):
         recipe = [*SMALL, PLAN, f"mesh={mesh}"]
