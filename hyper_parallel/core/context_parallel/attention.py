@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ from hyper_parallel.core.context_parallel.masks import own_mask, place_masks
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.geometry import Spans
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.modes import Override, override
+from hyper_parallel.core.dtensor.modes import MODES, Override, override
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -93,7 +93,8 @@ def attention_method(
     ``ulysses_degree``: with "allgather" and "ring", so many neighbours exchange heads, and keys travel between such
     groups only. ``window``: how many positions before its own a query sees, or (before, after). ``document_ids``: for
     each row of the batch and position the number of its document, negative for padding; ``cu_seqlens``: instead, where
-    documents begin and end, the same for all rows. A query sees its own document only.
+    documents begin and end, the same for all rows. A query sees its own document only. Within models and styles with a
+    method of their own, that method sees to the window and the documents.
     """
     how = make_method(method, ulysses_degree)
     how = replace(how, window=_check_window(window))
@@ -131,6 +132,19 @@ def override_of(method: Method) -> dict[str, Override]:
     """What a method does to the attention operator."""
     call = functools.partial(_call, method)
     return {OPERATOR: Override(place_plain=place_masks, call=call)}
+
+
+def overrides_with(method: Method) -> Mapping[str, Override]:
+    """What holds in this thread, with attention by a method.
+
+    A window and documents that an outer context has given stay: they say what is computed, and not how.
+    """
+    call = MODES.overrides.get(OPERATOR, Override()).call
+    if isinstance(call, functools.partial) and call.func is _call:
+        [outer] = call.args
+        given = {"window": outer.window, "documents": outer.documents}
+        method = replace(method, size=outer.size, **given)
+    return {**MODES.overrides, **override_of(method)}
 
 
 def make_method(name: str, ulysses_degree: int | None = None) -> Method:
