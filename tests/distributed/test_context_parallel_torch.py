@@ -17,7 +17,11 @@ from hyper_parallel import (
     init_device_mesh,
     strict,
 )
-from hyper_parallel.core.context_parallel import attention_method, document_ids_of
+from hyper_parallel.core.context_parallel import (
+    attention_method,
+    document_ids_of,
+    kernel,
+)
 from hyper_parallel.testing import on_ranks
 
 R = Replicate()
@@ -392,3 +396,23 @@ def test_the_context_ends_with_an_error():
         result = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert isinstance(result, DTensor)
     assert "isend" not in ledger.counts()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("part", [kernel.Merged, kernel.Gradients])
+def test_after_an_error_within_attention_the_next_call_is_right(part):
+    """What was on its way from rank to rank has arrived, and is not taken for something else."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    operands = qkv(size=300)
+    expected = alone(operands, is_causal=True)
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    for method in METHODS[:3]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(part, "add", fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                together(operands, mesh, [Shard(2)], method, is_causal=True)
+        found, *_ = together(operands, mesh, [Shard(2)], method, is_causal=True)
+        close(found, expected)

@@ -324,10 +324,11 @@ def _run_ring(query: Any, key: Any, value: Any, task: Task) -> Any:
     merged = Merged(query, value)
     parcel = pack([key, value])
     last = around.ring.size - 1
-    for step in range(last + 1):
-        pending = around.start(parcel, step) if step < last else None
-        merged.add(around.operands(query, parcel, step), around.blocks(step))
-        parcel = parcel if pending is None else pending.finish()
+    with around.ring:
+        for step in range(last + 1):
+            pending = around.start(parcel, step) if step < last else None
+            merged.add(around.operands(query, parcel, step), around.blocks(step))
+            parcel = parcel if pending is None else pending.finish()
     output, logsumexp = merged.result()
     return output, (logsumexp, key, value)
 
@@ -339,15 +340,16 @@ def _run_ring_back(
     around = _Round(task, key, value)
     parcel, waiting = pack([key, value]), None
     last = around.ring.size - 1
-    for step in range(last + 1):
-        pending = around.start(parcel, step) if step < last else None
-        operands = around.operands(query, parcel, step)
-        found = list(gradients.add(operands, around.blocks(step)))
-        of_parcel = pack(found) if waiting is None else waiting.finish()
-        if waiting is not None:
-            add_to(of_parcel, found)
-        del found
-        waiting = around.start(of_parcel, step)
-        parcel = parcel if pending is None else pending.finish()
+    with around.ring:
+        for step in range(last + 1):
+            pending = around.start(parcel, step) if step < last else None
+            operands = around.operands(query, parcel, step)
+            found = list(gradients.add(operands, around.blocks(step)))
+            of_parcel = pack(found) if waiting is None else waiting.finish()
+            if waiting is not None:
+                add_to(of_parcel, found)
+            del found
+            waiting = around.start(of_parcel, step)
+            parcel = parcel if pending is None else pending.finish()
     assert waiting is not None
     return unpack(waiting.finish(), around.shapes(last + 1))
