@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hyper_parallel import (
     CommunicationLedger,
@@ -295,6 +296,16 @@ def test_low_precision_is_as_exact_as_on_one_device():
         for error, own in zip(errors(found), of_one, strict=True):
             assert error.mean() < 1.25 * own.mean()
             assert error.max() < 4 * own.max()  # the last digit of a large number
+
+
+@on_ranks(2)
+def test_where_the_user_asks_for_plain_math():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    operands = qkv(size=7)
+    for method in METHODS[:3]:
+        with sdpa_kernel(SDPBackend.MATH):
+            found, *_ = together(operands, mesh, [Shard(2)], method, is_causal=True)
+            close(found, alone(operands, is_causal=True))
 
 
 @on_ranks(2)

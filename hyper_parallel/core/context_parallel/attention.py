@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from hyper_parallel.core.context_parallel.blocks import (
     documents_of_ids,
     documents_of_lengths,
 )
-from hyper_parallel.core.context_parallel.division import Division, Heads
+from hyper_parallel.core.context_parallel.division import Division, check_heads
 from hyper_parallel.core.context_parallel.engine import Task, attend
 from hyper_parallel.core.context_parallel.masks import own_mask, place_masks
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -355,16 +355,8 @@ def _divide(
         # Those of all ranks: where one refuses, the others would wait for it.
         with_heads = mesh.ranks_along(query.dim_axes[-3]) or [mesh.rank]
         counts = zip(*spans_of(-3, with_heads), strict=True)
-        _check_heads(counts, division.degree)
+        check_heads(counts, division.degree)
     return division
-
-
-def _check_heads(parts: Iterable[Iterable[Spans]], degree: int) -> None:
-    """Raises a ValueError if ranks with any of these heads of queries and keys cannot exchange them."""
-    for spans_of_both in parts:
-        heads, of_keys = (sum(size for _, size in spans) for spans in spans_of_both)
-        if heads:
-            Heads(heads, of_keys, degree)
 
 
 def _for_rows(method: Method, query: DTensor, key: DTensor) -> Method:
