@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from expert_models import DIM, batches, build, close, compare, shard
+from expert_models import DIM, batches, build, close, compare, shard, whole
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import get_platform, init_device_mesh
@@ -97,7 +97,7 @@ def test_gradients_of_gradients_beside_a_shared_expert():
 
 @on_ranks(2)
 def test_an_error_of_the_shared_expert_leaves_no_exchange_under_way():
-    """On one rank or on all; the next step is as if nothing had been."""
+    """In forward or in backward; the next step is as if nothing had been."""
     mesh, events = line(2), []
     start = build(2, shared_expert=Told(events)).double()
     shard(start, mesh)
@@ -111,7 +111,27 @@ def test_an_error_of_the_shared_expert_leaves_no_exchange_under_way():
             start(leaf)
         assert events == ["begin", "shared", "end"]
         start.shared_expert.fails = False
-    assert start(leaf).equal(expected)
+    again = start(leaf)
+    assert again.equal(expected)
+    again.sum().backward()
+    wanted = [p.grad for p in start.parameters()]
+    for one in start.parameters():
+        one.grad = None
+
+    def fail(_):
+        raise RuntimeError("its backward failed")
+
+    hook = start.shared_expert.w2.register_forward_hook(
+        lambda _, __, output: output.register_hook(fail) and None
+    )
+    with pytest.raises(RuntimeError, match="its backward failed"):
+        start(leaf).sum().backward()
+    hook.remove()
+    for one in start.parameters():
+        one.grad = None
+    start(leaf).sum().backward()
+    for one, gradient in zip(start.parameters(), wanted, strict=True):
+        assert whole(one.grad, mesh).equal(whole(gradient, mesh))
 
 
 @on_ranks(2)
