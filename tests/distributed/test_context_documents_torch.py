@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents and windows of a context around models, styles and contexts that have a method of their own."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
@@ -131,3 +133,48 @@ def test_control_without_the_context_documents_see_each_other():
     many = shard_sequence(build(), mesh["cp"])
     expected, _ = alone()
     assert not torch.allclose(many(draw()).detach().full_tensor(), expected)
+
+
+@on_ranks(2)
+def test_calls_of_two_threads_keep_to_themselves():
+    """Each has its own documents, and both run before either goes backward."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    expected, gradients = alone()
+    plain = build()
+    wanted = plain(draw()).detach()
+    many = [shard_sequence(build(), mesh["cp"], method="ring") for _ in range(2)]
+    found, turn = {}, threading.Event()
+
+    def run_second():
+        with attention_method(document_ids=IDS):
+            found[1] = many[1](draw())
+        turn.set()
+
+    class Pause(nn.Module):
+        """Lets the other thread run all of its model in the middle of this one's."""
+
+        def forward(self, *values):
+            threading.Thread(target=run_second).start()
+            assert turn.wait(60)
+            return core(*values)
+
+    core, many[0].blocks[1].core = many[0].blocks[1].core, Pause()
+    found[0] = many[0](draw())
+    torch.testing.assert_close(found[0].detach().full_tensor(), wanted)
+    torch.testing.assert_close(found[1].detach().full_tensor(), expected)
+    for number in (0, 1):
+        found[number].square().sum().backward()
+    for parameter, gradient in zip(many[1].parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
+
+
+@on_ranks(2)
+def test_two_calls_before_backward_with_and_without_documents():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    one, many = build(), shard_sequence(build(), mesh["cp"], method="ulysses")
+    (one(draw(), SEEN).square().sum() + one(draw()).square().sum()).backward()
+    with attention_method(document_ids=IDS):
+        first = many(draw())
+    (first.square().sum() + many(draw()).square().sum()).backward()
+    for parameter, other in zip(many.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
