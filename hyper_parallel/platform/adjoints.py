@@ -204,6 +204,64 @@ def exchange(
     return _apply(_Linear, platform, x, run, adjoint)
 
 
+class _Journey:
+    """One exchange whose two halves are two functions of the graph, each the adjoint of the reverse's other half."""
+
+    def __init__(self, platform: Platform, call: str, *how: Any) -> None:
+        self.platform, self.call = platform, call
+        self.input_splits, self.output_splits, self.group = how
+        self.under_way: tuple[Any, Any] | None = None
+        self.back: _Journey | None = None
+
+    def start(self, x: Any) -> Any:
+        """Begins it; returns what stands for its result in the graph."""
+        platform, sizes = self.platform, (self.input_splits, self.output_splits)
+
+        def run(x: Any) -> Any:
+            self.under_way = platform.exchange(self.call, x, *sizes, self.group)
+            # Of a shape that it has both ways, for the gradient of it is what stands for the way back.
+            return platform.zeros((1,), dtype=x.dtype, device=x.device)
+
+        def adjoint(grad: Any) -> Any:
+            assert self.back is not None
+            return self.back.finish(grad)
+
+        return _apply(_Linear, platform, x, run, adjoint)
+
+    def finish(self, started: Any) -> Any:
+        """Waits for it; ``started`` is what ``start`` returned."""
+
+        def run(_: Any) -> Any:
+            assert self.under_way is not None
+            (output, handle), self.under_way = self.under_way, None
+            handle.wait()
+            return output
+
+        def adjoint(grad: Any) -> Any:
+            splits = self.output_splits, self.input_splits
+            self.back = _Journey(self.platform, self.call, *splits, self.group)
+            return self.back.start(grad)
+
+        return _apply(_Linear, self.platform, started, run, adjoint)
+
+
+def start_exchange(
+    platform: Platform,
+    call: str,
+    x: Any,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    group: Any,
+) -> Callable[[], Any]:
+    """Begins ``exchange``; what it returns waits for the result, once.
+
+    Backward is in two halves too: what lies between the two here lies between them there.
+    """
+    journey = _Journey(platform, call, input_splits, output_splits, group)
+    started = journey.start(x)
+    return lambda: journey.finish(started)
+
+
 def all_to_all_along(
     platform: Platform,
     x: Any,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.platform.checks import (
@@ -98,6 +98,21 @@ class Differentiable(Platform):
             call, input_tensor, input_splits, output_splits, group
         )
 
+    def start_differentiable_all_to_all_single(
+        self,
+        input_tensor: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> Callable[[], Any]:
+        from hyper_parallel.platform.adjoints import start_exchange
+
+        call = "differentiable_all_to_all_single"
+        how = self._check_exchange(
+            call, input_tensor, input_splits, output_splits, group
+        )
+        return start_exchange(self, call, input_tensor, *how)
+
     def differentiable_all_to_all_single_async(
         self,
         input_tensor: Any,
@@ -122,11 +137,23 @@ class Differentiable(Platform):
     ) -> Any:
         from hyper_parallel.platform.adjoints import exchange
 
+        how = self._check_exchange(call, x, input_splits, output_splits, group)
+        return exchange(self, call, x, *how)
+
+    def _check_exchange(
+        self,
+        call: str,
+        x: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> tuple[list[int], list[int], Any]:
+        """(input splits, output splits, group), checked."""
         resolved = self._group(call, group)
         check_tensor(self, call, x)
         size = resolved.size()
-        inputs, outputs = check_all_to_all(call, x, input_splits, output_splits, size)
-        return exchange(self, call, x, inputs, outputs, resolved)
+        splits = check_all_to_all(call, x, input_splits, output_splits, size)
+        return *splits, resolved
 
     def differentiable_async_a2a_launch(
         self,

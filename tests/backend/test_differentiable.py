@@ -171,6 +171,33 @@ def test_uneven_all_to_all(name):
     )
 
 
+@on_ranks(4)
+def test_uneven_all_to_all_in_two_halves():
+    """What is computed between the halves has its backward between those of the backward."""
+    platform = get_platform()
+    rank = platform.get_rank()
+    others = [SPLITS[i][rank] for i in range(4)]
+
+    def exchange(x):
+        finish = platform.start_differentiable_all_to_all_single(
+            x, SPLITS[rank], others, None
+        )
+        doubled = x * 2
+        return platform.cat([finish(), doubled])
+
+    frame.check_on_this_rank(
+        exchange,
+        lambda xs: [
+            platform.cat(
+                [*(rows(x, SPLITS[i], r) for i, x in enumerate(xs)), xs[r] * 2]
+            )
+            for r in range(4)
+        ],
+        [frame.draw(sum(SPLITS[r]), 2, seed=r) for r in range(4)],
+        rank,
+    )
+
+
 @on_ranks(2)
 def test_all_to_all_without_splits_is_even():
     platform = get_platform()

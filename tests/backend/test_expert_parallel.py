@@ -182,6 +182,13 @@ def test_scores_have_float32_whatever_the_parameters_have():
         assert weights.dtype == frame.dtype(wanted)
 
 
+def test_operators_without_autocast_keep_the_dtype_of_their_operands():
+    x = frame.tensor(frame.draw(4, DIM), "float32")
+    with platform.without_autocast(x):
+        product = platform.operator("linear")(x, x)
+    assert product.dtype == frame.dtype("float32")
+
+
 def test_impossible_routers():
     for options, message in (
         ({"top_k": 9}, "top_k must be from 1 to 8"),

@@ -478,6 +478,11 @@ def test_one_rank():
         loss.backward()
     assert not ledger.entries
     assert torch.equal(loss.detach(), expected)
+    odd = torch.arange(7.0).reshape(1, 1, 7, 1).clone()
+    with context_parallel(mesh, buffers=[odd], buffer_seq_dims=[2]):
+        found = F.scaled_dot_product_attention(odd, odd, odd, is_causal=True)
+    whole = F.scaled_dot_product_attention(odd, odd, odd, is_causal=True)
+    torch.testing.assert_close(found, whole)
     with pytest.raises(ValueError, match="'ptrr'"):
         context_parallel_unshard(mesh, [expected], [0], "ptrr")
 

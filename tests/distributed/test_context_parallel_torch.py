@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hyper_parallel import (
     CommunicationLedger,
@@ -17,7 +18,11 @@ from hyper_parallel import (
     init_device_mesh,
     strict,
 )
-from hyper_parallel.core.context_parallel import attention_method, document_ids_of
+from hyper_parallel.core.context_parallel import (
+    attention_method,
+    document_ids_of,
+    kernel,
+)
 from hyper_parallel.testing import on_ranks
 
 R = Replicate()
@@ -137,6 +142,20 @@ def test_beside_tensor_and_data_parallel():
 
 
 @on_ranks(4)
+def test_heads_of_which_some_ranks_have_fewer_or_none():
+    """Where these cannot be exchanged, all ranks are told, also those whose own heads could be."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    where = [Shard(2), Shard(1)]
+    for heads in (1, 3):
+        operands = qkv(heads=heads, of_keys=heads, size=7)
+        for method in METHODS[:2]:
+            found, *_ = together(operands, mesh, where, method, is_causal=True)
+            close(found, alone(operands, is_causal=True))
+        with pytest.raises(ValueError, match="1 heads of queries cannot be divided"):
+            together(operands, mesh, where, {"method": "ulysses"})
+
+
+@on_ranks(4)
 def test_a_sequence_on_two_axes():
     """Heads are exchanged along the last axis, keys travel along the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("co", "ds"))
@@ -195,7 +214,7 @@ def test_windows_and_documents():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     operands, position = qkv(size=11), torch.arange(11)
     distance = position[None] - position[:, None]
-    ids = torch.tensor([[0] * 5 + [1] * 6, [2, 2, 3, 4, 4, 4, 4, 4, 4, -1, -1]])
+    ids = torch.tensor([[0] * 5 + [1] * 6, [2, 2, -1, 4, 4, 4, -1, 4, 4, 3, -1]])
     same = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
     borders = [0, 0, 1, 6, 9]
     of_borders = torch.bucketize(position, torch.tensor(borders[1:]), right=True)
@@ -280,6 +299,16 @@ def test_low_precision_is_as_exact_as_on_one_device():
 
 
 @on_ranks(2)
+def test_where_the_user_asks_for_plain_math():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    operands = qkv(size=7)
+    for method in METHODS[:3]:
+        with sdpa_kernel(SDPBackend.MATH):
+            found, *_ = together(operands, mesh, [Shard(2)], method, is_causal=True)
+            close(found, alone(operands, is_causal=True))
+
+
+@on_ranks(2)
 def test_what_a_method_cannot_do_is_an_error():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     operands = qkv(heads=3, of_keys=3, size=4)
@@ -306,7 +335,7 @@ def test_what_a_method_cannot_do_is_an_error():
 
 @on_ranks(2)
 def test_calls_that_the_rule_does_as_well_are_left_to_it():
-    """Queries whose sequence is whole, keys that every rank has, and masks that are trained."""
+    """A whole sequence, keys that every rank or every row has, batches of several dims, and masks that are trained."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     operands = qkv(size=6)
     expected = alone(operands)
@@ -327,6 +356,19 @@ def test_calls_that_the_rule_does_as_well_are_left_to_it():
         expected,
     )
     assert not ledger.counts(backward=False)
+    one_batch = [query, key[:1], value[:1]]
+    shards = [distribute_tensor(x, mesh, [Shard(2)]) for x in one_batch]
+    with attention_method("ring"):
+        output = F.scaled_dot_product_attention(*shards, enable_gqa=True)
+    close([output.full_tensor()], alone(one_batch)[:1])
+    many_dims = drawn(*[(2, 3, 2, 6, 4)] * 3)
+    mask = drawn((2, 1, 2, 6, 6))[0]
+    shards = [distribute_tensor(x, mesh, [Shard(3)]) for x in many_dims]
+    with attention_method("ring"):
+        output = F.scaled_dot_product_attention(*shards, attn_mask=mask)
+    close([output.full_tensor()], alone(many_dims, attn_mask=mask)[:1])
+    with pytest.raises(NotImplementedError, match="up to 4 dims"):
+        together(many_dims, mesh, [Shard(3)], {"document_ids": [[0] * 6] * 2})
     bias = drawn((6, 6))[0]
     trained = bias.clone().requires_grad_()
     output = F.scaled_dot_product_attention(
@@ -365,3 +407,23 @@ def test_the_context_ends_with_an_error():
         result = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert isinstance(result, DTensor)
     assert "isend" not in ledger.counts()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("part", [kernel.Merged, kernel.Gradients])
+def test_after_an_error_within_attention_the_next_call_is_right(part):
+    """What was on its way from rank to rank has arrived, and is not taken for something else."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    operands = qkv(size=300)
+    expected = alone(operands, is_causal=True)
+
+    def fail(*_):
+        raise RuntimeError("in the middle")
+
+    for method in METHODS[:3]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(part, "add", fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                together(operands, mesh, [Shard(2)], method, is_causal=True)
+        found, *_ = together(operands, mesh, [Shard(2)], method, is_causal=True)
+        close(found, expected)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes with sequences shared by ranks: the losses of one process on every mesh, and errors before any rank."""
 
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hyper_parallel import init_device_mesh
 from hyper_parallel.cli.verify import on_rank
 from hyper_parallel.recipe import RecipeError, read_recipe
 from hyper_parallel.recipe.build import build
+from hyper_parallel.recipe.training import train
 from hyper_parallel.testing import on_ranks
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "demo.yaml"
@@ -63,6 +66,27 @@ def test_verify_compares_sequences_with_one_process():
         axes = read_recipe(RECIPE, recipe).axes
         report = on_rank(axes, (str(RECIPE), recipe, 0, None))
         assert report.ok, str(report)
+
+
+@on_ranks(4)
+def test_a_training_goes_on_with_other_ranks_per_sequence():
+    folders = [tempfile.mkdtemp()] if torch.distributed.get_rank() == 0 else [None]
+    torch.distributed.broadcast_object_list(folders)
+
+    def run(name, mesh, steps, resume=None):
+        folder = Path(folders[0]) / name
+        overrides = [f"folder={folder}", f"mesh={mesh}", f"steps={steps}"]
+        train(read_recipe(RECIPE, [*SMALL, *overrides]), resume)
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        entries = map(json.loads, lines)
+        return [entry["loss"] for entry in entries if "loss" in entry]
+
+    expected = run("whole", "{dp: 4}", 3)
+    run("run", "{dp: 2, cp: 2}", 1)
+    run("run", "{cp: 4}", 2, resume="auto")
+    found = run("run", "{cp: 2, tp: 2}", 3, resume="auto")
+    assert found == pytest.approx(expected, rel=1e-9)
+    torch.distributed.barrier()
 
 
 @pytest.mark.parametrize(

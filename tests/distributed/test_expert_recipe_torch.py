@@ -11,6 +11,7 @@ import torch
 
 from hyper_parallel import init_device_mesh
 from hyper_parallel.cli.verify import on_rank
+from hyper_parallel.core.dtensor import routes
 from hyper_parallel.core.expert_parallel import AllToAllTokenDispatcher, crossing
 from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.recipe import RecipeError, read_recipe
@@ -64,6 +65,19 @@ def test_losses_and_norms_are_those_of_one_process():
 
 
 @on_ranks(4)
+def test_balance_is_that_of_one_process_on_every_mesh():
+    """The loss of balance and the bias, both of the tokens of all ranks, whatever divides these."""
+    balanced = ["model.arguments.balance=0.1", "experts.bias_rate=0.05"]
+    expected = facts_of("plan={}", *balanced)
+    for mesh, plan in (
+        ("{dp: 2, cp: 2}", "plan={}"),
+        ("{cp: 2, ep: 2}", PLAN),
+        ("{ep: 2, tp: 2}", PARTS),
+    ):
+        torch.testing.assert_close(facts_of(f"mesh={mesh}", plan, *balanced), expected)
+
+
+@on_ranks(4)
 def test_verify_compares_experts_with_one_process():
     for mesh in ("{dp: 2, ep: 2}", "{pp: 2, ep: 2}"):
         recipe = [*SMALL, PLAN, f"mesh={mesh}"]
@@ -93,10 +107,16 @@ def mix_up_results(monkeypatch):
     monkeypatch.setattr(AllToAllTokenDispatcher, "combine", combine)
 
 
+def leave_out_sums(monkeypatch):
+    """The router and all that is dense get the gradients of this rank's tokens."""
+    monkeypatch.setattr(routes, "reduce_later", lambda local, *_: local.view_as(local))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("fault", "first"),
     [
+        (leave_out_sums, "the gradient of 'head.weight'"),
         (scale_gradients, r"gradient of 'blocks\.1\.moe\.experts\.w[123]'"),
         (mix_up_results, "module 'blocks.0.moe.experts': its output"),
     ],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of all kinds on real ranks: extreme, repeated, recomputed, limited, counted, and its losses."""
 
+import contextlib
 import copy
 import threading
 
@@ -254,6 +255,37 @@ def test_eval_does_not_move_the_bias():
     assert many.tokens_per_expert.sum() == 10
 
 
+def test_micro_batches_on_two_threads_are_all_counted(monkeypatch):
+    """Even where both have read the counts before one of them writes."""
+    model, tokens = build(2), batches(1, [3])[0]
+    platform = get_platform()
+    right, both = platform.copy_into, threading.Barrier(2)
+
+    def copy_late(target, source):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        right(target, source)
+
+    monkeypatch.setattr(platform, "copy_into", copy_late)
+    threads = [threading.Thread(target=model, args=(tokens,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.tokens_per_expert.sum() == 2 * 3 * 2
+
+
+def test_scores_have_float32_under_autocast():
+    model = MoE(DIM, HIDDEN, EXPERTS, 2)
+    tokens = batches(1)[0].float()
+    weights, index, _ = model.router(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, chosen, _ = model.router(tokens)
+        assert (tokens @ tokens.T).dtype is torch.bfloat16
+    assert chosen.equal(index)
+    assert found.equal(weights)
+
+
 @on_ranks(4)
 def test_counts_of_all_ranks_and_micro_batches_move_the_bias():
     mesh, start = line(4), build(2)
@@ -366,6 +398,38 @@ def test_the_global_loss_is_the_same_on_all_ranks():
     expected = load_balance_loss(scores, index)
     _, scores, index = probabilities_of(model, parts[mesh.get_local_rank()])
     close(load_balance_loss(scores, index, kind="global", mesh=mesh), expected)
+
+
+@on_ranks(2)
+def test_losses_of_a_rank_without_tokens_are_zero():
+    """Neither an error on one rank, for which the others would wait, nor a loss that is no number."""
+    mesh = line(2)
+    for coefficient, sizes in ((0.1, [0, 4]), (0.1, [0, 0])):
+        many = build(2, load_balance_coeff=coefficient)
+        shard(many, mesh)
+        tokens = batches(2, sizes)[mesh.get_local_rank()]
+        with collect_aux_losses() as aux:
+            output = many(tokens)
+        (output.sum() + aux.total()).backward()
+        assert (aux.total() == 0) == (len(tokens) == 0)
+        assert aux.total().isfinite()
+        assert all(p.grad.isfinite().all() for p in many.parameters())
+    model = build(2)
+    logits, scores, index = probabilities_of(model, batches(1, [4])[0])
+    nothing = torch.zeros(4, dtype=torch.bool)
+    for kind in ("switch", "sequence"):
+        found = load_balance_loss(scores, index, kind=kind, sequences=2, mask=nothing)
+        assert found == 0
+    half = torch.tensor([1, 1, 0, 0]).bool()
+    found = load_balance_loss(scores, index, kind="sequence", sequences=2, mask=half)
+    close(found, load_balance_loss(scores[:2], index[:2]) / 2)
+    assert z_loss(logits, nothing) == z_loss(logits[:0]) == 0
+    mesh_wide = load_balance_loss(
+        *(x[: 4 * mesh.get_local_rank()] for x in (scores, index)),
+        kind="global",
+        mesh=mesh,
+    )
+    close(mesh_wide, load_balance_loss(scores, index))
 
 
 @on_ranks(4)

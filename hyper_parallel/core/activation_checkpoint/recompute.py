@@ -16,6 +16,7 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.groups import new_storage
 from hyper_parallel.core.activation_checkpoint.offload import swap_inputs_of
+from hyper_parallel.core.dtensor.modes import capture_modes
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -198,6 +199,7 @@ def _run(
     """Runs a function under recompute; its keyword arguments cannot clash with the options."""
     values = (*args, *kwargs.values())
     call = functools.partial(_call_by_position, function, tuple(kwargs))
+    call = functools.partial(_call_within, capture_modes(), call)
     swapping: AbstractContextManager[Any] = nullcontext()
     if options.swap_inputs:
         call, values = _take_tensors_out(call, values, platform.tree_map)
@@ -232,6 +234,16 @@ def _call_by_position(
     count = len(values) - len(names)
     keywords = dict(zip(names, values[count:], strict=True))
     return function(*values[:count], **keywords)
+
+
+def _call_within(
+    context: Callable[[], AbstractContextManager[Any]],
+    function: Callable[..., Any],
+    *values: Any,
+) -> Any:
+    """Calls a function as within the contexts of its first call, which have ended when it is called again."""
+    with context():
+        return function(*values)
 
 
 def _call_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:

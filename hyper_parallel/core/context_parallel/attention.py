@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,13 +26,13 @@ from hyper_parallel.core.context_parallel.blocks import (
     documents_of_ids,
     documents_of_lengths,
 )
-from hyper_parallel.core.context_parallel.division import Division
+from hyper_parallel.core.context_parallel.division import Division, check_heads
 from hyper_parallel.core.context_parallel.engine import Task, attend
 from hyper_parallel.core.context_parallel.masks import own_mask, place_masks
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.geometry import Spans
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.modes import Override, override
+from hyper_parallel.core.dtensor.modes import MODES, Override, override
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 
@@ -93,7 +93,8 @@ def attention_method(
     ``ulysses_degree``: with "allgather" and "ring", so many neighbours exchange heads, and keys travel between such
     groups only. ``window``: how many positions before its own a query sees, or (before, after). ``document_ids``: for
     each row of the batch and position the number of its document, negative for padding; ``cu_seqlens``: instead, where
-    documents begin and end, the same for all rows. A query sees its own document only.
+    documents begin and end, the same for all rows. A query sees its own document only. Within models and styles with a
+    method of their own, that method sees to the window and the documents.
     """
     how = make_method(method, ulysses_degree)
     how = replace(how, window=_check_window(window))
@@ -131,6 +132,19 @@ def override_of(method: Method) -> dict[str, Override]:
     """What a method does to the attention operator."""
     call = functools.partial(_call, method)
     return {OPERATOR: Override(place_plain=place_masks, call=call)}
+
+
+def overrides_with(method: Method) -> Mapping[str, Override]:
+    """What holds in this thread, with attention by a method.
+
+    A window and documents that an outer context has given stay: they say what is computed, and not how.
+    """
+    call = MODES.overrides.get(OPERATOR, Override()).call
+    if isinstance(call, functools.partial) and call.func is _call:
+        [outer] = call.args
+        given = {"window": outer.window, "documents": outer.documents}
+        method = replace(method, size=outer.size, **given)
+    return {**MODES.overrides, **override_of(method)}
 
 
 def make_method(name: str, ulysses_degree: int | None = None) -> Method:
@@ -200,8 +214,14 @@ def _call(
     if not all(isinstance(one, DTensor) for one in operands) or not query.shape[-1]:
         return NotImplemented
     axes = query._layout.dim_axes[-2]
-    has_heads = enable_gqa or query.shape[:-2] == key.shape[:-2]
-    if not (has_heads and _takes_mask(attn_mask, is_causal) and _fit(operands, axes)):
+    shared = (
+        -3 if enable_gqa else -2
+    )  # dims up to here are alike, for nothing is broadcast
+    has_heads = query.shape[:shared] == key.shape[:shared]
+    takes_mask = _takes_mask(attn_mask, is_causal)
+    if len(query.shape) > 4:  # more dims of a batch than masks and documents have
+        takes_mask = attn_mask is None and method.documents is None
+    if not (has_heads and takes_mask and _fit(operands, axes)):
         return _leave_to_rule(method, query, key)
     if dropout_p and _is_on_one_rank(query, axes):
         return _leave_to_rule(method, query, key)
@@ -227,9 +247,10 @@ def _leave_to_rule(method: Method, query: DTensor, key: DTensor) -> Any:
     raise coded(
         NotImplementedError,
         "HP805",
-        f"{OPERATOR}: a window or documents were given, which are known only where queries, keys and values are "
-        f"sharded alike along the sequence, but the query is in {query.layout} and the key in {key.layout}; give the "
-        "call a mask instead, or leave out what it has beside them",
+        f"{OPERATOR}: a window or documents were given, which are known only where queries, keys and values of up to "
+        "4 dims are sharded alike along the sequence, and each rank has the heads of keys of its queries; but the "
+        f"query of shape {tuple(query.shape)} is in {query.layout} and the key of shape {tuple(key.shape)} in "
+        f"{key.layout}; give the call a mask instead, or leave out what it has beside them",
     )
 
 
@@ -318,12 +339,24 @@ def _divide(
 ) -> Division:
     mesh = query.mesh
     ranks = mesh.ranks_along(axes)
-    places = [mesh.coordinate_of(rank) for rank in ranks]
-    queries, keys = (
-        tuple(layout.spans_of(shape, place)[-2] for place in places)
-        for layout, shape in ((query, of_query), (key, of_key))
-    )
-    return method.division(ranks, ranks.index(mesh.rank), queries, keys)
+    both = (query, of_query), (key, of_key)
+
+    def spans_of(dim: int, ranks: Sequence[int]) -> list[tuple[Spans, ...]]:
+        """For queries and for keys, where each of these ranks has its part."""
+        places = [mesh.coordinate_of(rank) for rank in ranks]
+        return [
+            tuple(layout.spans_of(shape, place)[dim] for place in places)
+            for layout, shape in both
+        ]
+
+    queries, keys = spans_of(-2, ranks)
+    division = method.division(ranks, ranks.index(mesh.rank), queries, keys)
+    if division.degree > 1 and len(of_query) > 2:
+        # Those of all ranks: where one refuses, the others would wait for it.
+        with_heads = mesh.ranks_along(query.dim_axes[-3]) or [mesh.rank]
+        counts = zip(*spans_of(-3, with_heads), strict=True)
+        check_heads(counts, division.degree)
+    return division
 
 
 def _for_rows(method: Method, query: DTensor, key: DTensor) -> Method:

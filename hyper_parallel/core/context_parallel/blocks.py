@@ -143,13 +143,24 @@ def _blocks_in_documents(
     """The blocks of each document by itself."""
     assert sight.documents is not None
     for row, runs in enumerate(sight.documents):
-        for one, other in itertools.product(runs, runs):
-            (start, stop, document), (*span, another) = one, other
-            if document != another or document < 0:
-                continue
-            own, theirs = queries.within(start, stop), keys.within(*span)
+        for own, theirs in _pairs_in_documents(runs, queries, keys):
             for block in _blocks_of_pair(sight, own, theirs):
                 yield block if len(sight.documents) == 1 else replace(block, row=row)
+
+
+def _pairs_in_documents(
+    runs: Sequence[Run], queries: _Placed, keys: _Placed
+) -> Iterator[tuple[_Placed, _Placed]]:
+    """Queries and keys of one document; not of all pairs of runs, for a sequence may hold thousands."""
+    keys_of: dict[int, list[_Placed]] = {}
+    for start, stop, document in runs:
+        part = keys.within(start, stop)
+        if part.size and document >= 0:
+            keys_of.setdefault(document, []).append(part)
+    for start, stop, document in runs:
+        own = queries.within(start, stop)
+        for theirs in keys_of.get(document, ()) if own.size else ():
+            yield own, theirs
 
 
 def _blocks_of_pair(

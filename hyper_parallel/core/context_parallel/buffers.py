@@ -56,7 +56,7 @@ def shard_buffer(
 ) -> Any:
     """The same for one tensor; ``name`` is for messages."""
     layout = _layout_of(name, whole, mesh, seq_dim, load_balance)
-    ranks = mesh.size() * (2 if load_balance else 1)
+    ranks = mesh.size() * (2 if load_balance and mesh.size() > 1 else 1)
     size = whole.shape[seq_dim]
     if size % ranks:
         raise coded(

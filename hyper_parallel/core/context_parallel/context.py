@@ -16,7 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hyper_parallel.core.context_parallel.attention import OPERATOR, Method, override_of
+from hyper_parallel.core.context_parallel.attention import (
+    OPERATOR,
+    Method,
+    overrides_with,
+)
 from hyper_parallel.core.context_parallel.buffers import shard_buffer, unshard_buffer
 from hyper_parallel.core.context_parallel.rotate import rotates
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -146,8 +150,7 @@ class _Attention:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._placement = mesh, ZigzagShard(2)
-        method = Method("ring" if rotates(None) else "allgather")
-        self._override = override_of(method)[OPERATOR]
+        self._method = Method("ring" if rotates(None) else "allgather")
 
     def __call__(
         self,
@@ -160,6 +163,7 @@ class _Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        how = overrides_with(self._method)[OPERATOR]
         with override(OPERATOR, Override()):  # calls inside are the framework's own
             shards = [self._distribute(one) for one in (query, key, value)]
             if is_causal and query.shape[2] != key.shape[2]:
@@ -169,7 +173,7 @@ class _Attention:
                     f"context_parallel: is_causal with {query.shape[2]} queries and {key.shape[2]} keys per rank; "
                     "which keys a query sees would depend on the alignment: give a mask",
                 )
-            call, place = self._override.call, self._override.place_plain
+            call, place = how.call, how.place_plain
             assert call is not None
             assert place is not None
             if attn_mask is not None:
@@ -187,8 +191,8 @@ class _Attention:
             return result.to_local()
 
     def _distribute(self, shard: Any) -> DTensor:
-        size = shard.shape[2] if len(shard.shape) == 4 else 1
-        if size % 2:
+        is_paired = len(shard.shape) == 4 and not shard.shape[2] % 2
+        if not is_paired and (len(shard.shape) != 4 or self._mesh.size() > 1):
             raise coded(
                 ValueError,
                 "HP803",

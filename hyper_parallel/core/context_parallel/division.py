@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.core.dtensor.geometry import Span, Spans
@@ -178,3 +179,11 @@ class Heads:
         partners = [(rank * share + head) // group - first for head in range(share)]
         even = [head * count // share for head in range(share)]
         return None if share % count == 0 and partners == even else tuple(partners)
+
+
+def check_heads(parts: Iterable[Iterable[Spans]], degree: int) -> None:
+    """Raises a ValueError if ranks with any of these heads of queries and keys cannot exchange them."""
+    for spans_of_both in parts:
+        heads, of_keys = (sum(size for _, size in spans) for spans in spans_of_both)
+        if heads:
+            Heads(heads, of_keys, degree)

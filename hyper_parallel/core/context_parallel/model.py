@@ -17,7 +17,7 @@ from typing import Any
 from hyper_parallel.core.context_parallel.attention import (
     Method,
     make_method,
-    override_of,
+    overrides_with,
 )
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -144,12 +144,11 @@ def use_method(modules: list[Any], method: Method, source: Any) -> None:
 
     A module may also run by itself, as when a part of a model is recomputed.
     """
-    how = override_of(method)
 
     def enter(module: Any, args: Any, kwargs: Any) -> None:
         del module, args, kwargs
         _BEFORE.stack.append(MODES.overrides)
-        MODES.overrides = {**MODES.overrides, **how}
+        MODES.overrides = overrides_with(method)
 
     def leave(module: Any, output: Any) -> None:
         del module, output

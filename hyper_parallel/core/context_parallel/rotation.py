@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ring of ranks that pass tensors on, with which other ranks' keys come one rank at a time.
 
-ring = Ring(ranks, index, group)
-pending = ring.start(parcel, like)          parcel goes to the next rank, one like ``like`` comes from the one before
-...                                         computation with the parcel
-parcel = pending.finish()
+with Ring(ranks, index) as ring:
+    pending = ring.start(parcel, count)     parcel goes to the next rank, one of that size comes from the one before
+    ...                                     computation with the parcel
+    parcel = pending.finish()
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.errors import CommunicationError
 from hyper_parallel.platform.pending import Pending
 from hyper_parallel.platform.platform import P2POp
 
@@ -22,13 +23,33 @@ _TAG = 0x6370  # keys must not be taken for what the user sends in the same grou
 
 
 class Ring:
-    """Passes flat tensors on to the next rank."""
+    """Passes flat tensors on to the next rank.
+
+    After an error within its context it waits for what is under way, which all ranks have started: a message that
+    nobody takes would be taken for a later one.
+    """
 
     def __init__(self, ranks: Sequence[int], index: int) -> None:
         self.size, self.index = len(ranks), index
         self._next = ranks[(index + 1) % len(ranks)]
         self._previous = ranks[index - 1]
         self._group = platform.create_group(list(ranks))
+        self._under_way: list[list[Any]] = []
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        is_clear = not isinstance(error, Exception)
+        if is_clear or isinstance(error, CommunicationError):
+            return
+        while self._under_way:
+            self._finish(self._under_way[0])
+
+    def _finish(self, handles: list[Any]) -> None:
+        self._under_way = [one for one in self._under_way if one is not handles]
+        for handle in handles:
+            handle.wait()
 
     def owner(self, step: int) -> int:
         """The index of the rank whose parcel is here after so many steps."""
@@ -42,11 +63,11 @@ class Ring:
             ops.append(P2POp("send", parcel, self._next, self._group, _TAG))
         if count:
             ops.append(P2POp("recv", received, self._previous, self._group, _TAG))
-        handles = platform.batch_p2p(ops) if ops else []
+        handles = list(platform.batch_p2p(ops)) if ops else []
+        self._under_way.append(handles)
 
         def finish() -> Any:
-            for handle in handles:
-                handle.wait()
+            self._finish(handles)
             return received
 
         return Pending(None, finish)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hyper_parallel.core.context_parallel import early
-from hyper_parallel.core.context_parallel.attention import Method, override_of
+from hyper_parallel.core.context_parallel.attention import Method, overrides_with
 from hyper_parallel.core.context_parallel.model import check_degree
 from hyper_parallel.core.context_parallel.rotate import rotates
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -145,7 +145,7 @@ class _Crossing:
     def __init__(self, style: ContextParallel, mesh: DeviceMesh) -> None:
         self._style, self._mesh = style, mesh
         self._ranks = mesh.size()
-        self._override = override_of(style.method(self._ranks))
+        self._method = style.method(self._ranks)
         axis = MeshAxis(mesh)
         self._wrap = axis.wrap_fn(style.placement)
         self._redistribute = axis.redistribute_fn(style.placement)
@@ -173,7 +173,7 @@ class _Crossing:
             among[at] = self._enter_one(module, among[at])
         length = next(among[at].shape[style.seq_dim] for among, at in places)
         self._calls.stack.append((MODES.overrides, was_plain, length))
-        MODES.overrides = {**MODES.overrides, **self._override}
+        MODES.overrides = overrides_with(self._method)
         return tuple(args_list), kwargs
 
     def _enter_one(self, module: Any, value: Any) -> DTensor:
@@ -191,7 +191,7 @@ class _Crossing:
             own = value.placements[axis_of(value.device_mesh, self._mesh)]
             return value if own.is_shard(style.seq_dim) else self._redistribute(value)
         size = value.shape[style.seq_dim]
-        if style.load_balance and size % 2:
+        if style.load_balance and size % 2 and self._ranks > 1:
             raise coded(
                 ValueError,
                 "HP803",

@@ -69,6 +69,22 @@ def _set(name: str, value: Any) -> Iterator[None]:
         setattr(MODES, name, before)
 
 
+def capture_modes() -> Callable[[], Any]:
+    """Makes contexts in which holds, on any thread, what holds here now."""
+    captured = dict(vars(MODES))
+
+    @contextmanager
+    def restored() -> Iterator[None]:
+        before = dict(vars(MODES))
+        vars(MODES).update(captured)
+        try:
+            yield
+        finally:
+            vars(MODES).update(before)
+
+    return restored
+
+
 def override(name: str, how: Override) -> Any:
     """A context in which one operator is treated differently."""
     return _set("overrides", {**MODES.overrides, name: how})

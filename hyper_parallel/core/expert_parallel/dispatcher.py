@@ -6,11 +6,15 @@ rows = dispatcher.combine(module, compute(rows, counts), mesh["ep"], ctx)
 
 Rows are sorted by expert before and after. Within an expert those of the first rank come first, and those of one rank
 keep their order. Every rank takes part in every exchange, whatever it has to send.
+
+    finish = dispatcher.start(module, (rows, counts), mesh["ep"])
+    ...                                     computation while rows travel
+    rows, counts, ctx = finish()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +50,12 @@ class AllToAllTokenDispatcher:
 
         ``inputs``: rows sorted by expert, and how many each expert of all ranks has.
         """
+        return self.start(module, inputs, device_mesh)()
+
+    def start(
+        self, module: Any, inputs: Sequence[Any], device_mesh: DeviceMesh
+    ) -> Callable[[], tuple[Any, Any, DispatchContext]]:
+        """Begins ``dispatch``; what it returns waits for the rows and returns what ``dispatch`` does, once."""
         rows, counts = inputs
         ranks = device_mesh.size()
         num_experts = int(counts.shape[0])
@@ -53,21 +63,27 @@ class AllToAllTokenDispatcher:
         if ranks == 1:
             own_counts = tuple(counts.tolist())
             total = sum(own_counts)
-            return rows, counts, DispatchContext((total,), (total,), own_counts)
+            context = DispatchContext((total,), (total,), own_counts)
+            return lambda: (rows, counts, context)
         arriving, own = self._exchange_counts(counts, device_mesh)
         sent = tuple(map(sum, own))
         received = tuple(map(sum, arriving))
         self._check_rows(rows, sent)
-        rows = platform.differentiable_all_to_all_single(
+        wait = platform.start_differentiable_all_to_all_single(
             rows, sent, received, device_mesh.get_group()
         )
-        order = sort_chunks(arriving, rows)
-        if order is not None:
-            rows = order.spread(rows)
-        totals = tuple(map(sum, zip(*arriving, strict=True)))
-        local_counts = platform.tensor(list(totals)).to(counts.device)
-        context = DispatchContext(sent, received, totals, order)
-        return rows, local_counts.to(counts.dtype), context
+
+        def finish() -> tuple[Any, Any, DispatchContext]:
+            arrived = wait()
+            order = sort_chunks(arriving, arrived)
+            if order is not None:
+                arrived = order.spread(arrived)
+            totals = tuple(map(sum, zip(*arriving, strict=True)))
+            local_counts = platform.tensor(list(totals)).to(counts.device)
+            context = DispatchContext(sent, received, totals, order)
+            return arrived, local_counts.to(counts.dtype), context
+
+        return finish
 
     def combine(
         self,

@@ -46,7 +46,7 @@ class Experts:
     """The experts of one module in one call.
 
     ``compute(rows, sizes)``: this rank's experts on their rows; ``sizes``: how many each has. ``exchange``: the style
-    that brings rows to their ranks.
+    that brings rows to their ranks. ``meanwhile``: work that needs no expert, done while rows travel to them.
     """
 
     module: Any
@@ -54,6 +54,7 @@ class Experts:
     where: Where
     compute: Callable[[Any, Sequence[int]], Any]
     exchange: Any = None
+    meanwhile: Callable[[], None] | None = None
 
 
 def run_tokens(
@@ -95,9 +96,10 @@ def run_rows(experts: Experts, rows: Any, counts: Any) -> Any:
     """
     where, module = experts.where, experts.module
     if where.ep is None:
+        if experts.meanwhile is not None:
+            experts.meanwhile()
         return experts.compute(rows, counts.tolist())
-    dispatched = experts.exchange._token_dispatch(module, (rows, counts), where.ep)
-    tokens, local_counts, context = dispatched
+    tokens, local_counts, context = _dispatch(experts, rows, counts, where.ep)
     is_known = isinstance(context, DispatchContext)
     # Known already, they are not copied from the device a second time.
     sizes = context.counts if is_known else local_counts.tolist()
@@ -106,6 +108,13 @@ def run_rows(experts: Experts, rows: Any, counts: Any) -> Any:
     else:
         results = _run_gathered(experts, tokens, sizes, where.tp)
     return experts.exchange._token_combine(module, results, where.ep, context)
+
+
+def _dispatch(experts: Experts, rows: Any, counts: Any, ep: DeviceMesh) -> Any:
+    exchange, inputs = experts.exchange, (rows, counts)
+    if experts.meanwhile is None:
+        return exchange._token_dispatch(experts.module, inputs, ep)
+    return exchange._dispatch_beside(experts.module, inputs, ep, experts.meanwhile)
 
 
 def _run_gathered(

@@ -78,7 +78,7 @@ def load_balance_loss(
     ``probabilities``: [tokens, experts], ``index``: [tokens, k]. "switch" takes all these tokens together, "sequence"
     each of ``sequences`` equally long runs of tokens by itself and returns the mean, and "global" takes the tokens of
     all ranks of ``mesh`` together, on each of which the loss is the same. Distributed tensors are taken whole.
-    ``mask``: [tokens], False for padding, which counts nowhere.
+    ``mask``: [tokens], False for padding, which counts nowhere. Without any token it is zero.
     """
     if kind not in ("switch", "sequence", "global"):
         raise coded(
@@ -99,26 +99,33 @@ def load_balance_loss(
         weights = platform.full_like(detach(probabilities)[:, :1], 1)
     else:
         weights = mask.reshape((-1, 1)).to(probabilities.dtype)
-    shape = (runs, tokens // runs, -1)
-    counts = (chosen * weights).reshape(shape).sum(1)
-    scores = (probabilities * weights).reshape(shape).sum(1)
-    valid = weights.reshape(shape).sum(1)
+    shape = (runs, tokens // runs)
+    counts = (chosen * weights).reshape((*shape, experts)).sum(1)
+    scores = (probabilities * weights).reshape((*shape, experts)).sum(1)
+    valid = weights.reshape((*shape, 1)).sum(1)
     if kind == "global" and mesh is not None and mesh.size() > 1:
         group = platform.create_group(list(mesh.rank_list))
         counts, valid = (platform.all_reduce(one * 1, group) for one in (counts, valid))
         scores = platform.differentiable_all_reduce(scores, "sum", group)
+    if mask is not None or not tokens:
+        valid = _at_least_one(valid)
     choices = int(index.shape[1])
     shares = counts / (valid * choices)
     return experts * (shares * (scores / valid)).sum(-1).mean()
 
 
 def z_loss(logits: Any, mask: Any = None) -> Any:
-    """The mean of the squares of the tokens' logsumexp; ``mask``: [tokens], False for padding."""
+    """The mean of the squares of the tokens' logsumexp, zero of none; ``mask``: [tokens], False for padding."""
     squares = platform.operator("logsumexp")(logits, -1) ** 2
     if mask is None:
-        return squares.mean()
+        return squares.mean() if logits.shape[0] else squares.sum()
     weights = mask.to(squares.dtype)
-    return (squares * weights).sum() / weights.sum()
+    return (squares * weights).sum() / _at_least_one(weights.sum())
+
+
+def _at_least_one(counts: Any) -> Any:
+    """Numbers of tokens that something is divided by."""
+    return platform.operator("masked_fill")(counts, counts == 0, 1.0)
 
 
 def _mark_chosen(index: Any, like: Any) -> Any:

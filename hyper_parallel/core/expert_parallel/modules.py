@@ -8,7 +8,7 @@ y = experts(rows, tokens_per_expert)                        rows are sorted by e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.expert_parallel.capacity import Capacity
@@ -69,12 +69,18 @@ class GroupedExperts(platform.Module):  # type: ignore[name-defined, misc]
         top_k_weights: Any = None,
         weighs_inputs: bool = False,
         capacity: Capacity | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """The outputs for rows that are sorted by expert; or, for tokens with ``top_k_index``, their weighted sums."""
+        """The outputs for rows that are sorted by expert; or, for tokens with ``top_k_index``, their weighted sums.
+
+        ``meanwhile``: called once with tokens, while they travel to ranks that have their experts.
+        """
         if top_k_index is None:
             rows, counts = routed_input, num_tokens_per_expert
             return run_on_rows(self, self._compute, rows, counts)
-        choices = Choices(top_k_index, top_k_weights, weighs_inputs, capacity)
+        choices = Choices(
+            top_k_index, top_k_weights, weighs_inputs, capacity, meanwhile
+        )
         return run_on_tokens(self, self._compute, routed_input, choices)
 
     construct = forward

@@ -7,6 +7,7 @@ ExpertParallel().apply(moe.experts, mesh["ep"])
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from hyper_parallel.core.expert_parallel.telemetry import is_recomputing
 from hyper_parallel.platform import get_platform
 
 platform = get_platform()
+_COUNTING = threading.Lock()  # micro batches on several threads count into one buffer
 
 
 class MoE(platform.Module):  # type: ignore[name-defined, misc]
@@ -33,8 +35,8 @@ class MoE(platform.Module):  # type: ignore[name-defined, misc]
 
     ``score_before_experts`` multiplies inputs by the weights, else outputs: another function, since experts are not
     linear. ``load_balance_coeff``: that of the switch loss, which ``collect_aux_losses`` collects. ``shared_expert``: a
-    module that every token passes. ``router_kwargs``: further options of ``TokenChoiceTopKRouter``. ``capacity``:
-    drops tokens of busy experts.
+    module that every token passes, while rows travel to the other experts. ``router_kwargs``: further options of
+    ``TokenChoiceTopKRouter``. ``capacity``: drops tokens of busy experts.
     """
 
     def __init__(
@@ -74,26 +76,29 @@ class MoE(platform.Module):  # type: ignore[name-defined, misc]
             # Computed whether or not it is collected: recomputation must save the same tensors.
             loss = load_balance_loss(self.router.probabilities(logits), index)
             note_loss("load balance", self.load_balance_coeff * loss)
+        shared = _Beside(self.shared_expert, tokens)
         output = self.experts(
             tokens,
             top_k_index=index,
             top_k_weights=weights,
             weighs_inputs=self.score_before_experts,
             capacity=self.capacity,
+            meanwhile=None if self.shared_expert is None else shared.run,
         )
         if self.shared_expert is not None:
-            output = output + self.shared_expert(tokens)
+            output = output + shared.take()
         return output.reshape(tuple(x.shape))
 
     construct = forward
 
     def _count(self, index: Any) -> None:
         """Adds the tokens of these choices to those counted since the last update of the bias."""
-        if isinstance(index, DTensor):
-            self._count_in_parts(index.layout)
         counts = count_tokens(_local(index), self.num_experts)
-        own = _local(self.tokens_per_expert)
-        platform.copy_into(own, own + counts)
+        with _COUNTING:
+            if isinstance(index, DTensor):
+                self._count_in_parts(index.layout)
+            own = _local(self.tokens_per_expert)
+            platform.copy_into(own, own + counts)
 
     def _count_in_parts(self, tokens: Layout) -> None:
         """Has each rank count its own tokens, where these are distributed: the buffer is then a sum of parts."""
@@ -106,6 +111,28 @@ class MoE(platform.Module):  # type: ignore[name-defined, misc]
             zeros = platform.full_like(_local(buffer), 0)
             counts = DTensor(zeros, layout, (self.num_experts,))
             platform.set_own_tensor(self, "tokens_per_expert", counts)
+
+
+class _Beside:
+    """What a module makes of tokens, computed while these travel to their experts."""
+
+    def __init__(self, module: Any, tokens: Any) -> None:
+        self._module, self._tokens = module, tokens
+        self._outputs: list[Any] = []
+        self._records = not platform.is_recording_disabled()
+        self._is_early: bool | None = None
+
+    def run(self) -> None:
+        """Computes it, unless recording was switched off on the way, as where a call is recomputed as a whole."""
+        if self._is_early is None:
+            self._is_early = self._records != platform.is_recording_disabled()
+        # Recomputation has to repeat all that was recorded, though nobody takes it then.
+        if self._is_early:
+            self._outputs.append(self._module(self._tokens))
+
+    def take(self) -> Any:
+        """The output."""
+        return self._outputs.pop() if self._outputs else self._module(self._tokens)
 
 
 def _local(tensor: Any) -> Any:

@@ -76,19 +76,23 @@ def find_size(parameters: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """The experts of each token and their weights, [tokens, k], and what is done with them."""
+    """The experts of each token and their weights, [tokens, k], and what is done with them.
+
+    ``meanwhile``: work that needs no expert, done while rows travel to them.
+    """
 
     index: Any
     weights: Any
     weighs_inputs: bool = False
     capacity: Capacity | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 def run_on_tokens(module: Any, compute: Compute, tokens: Any, choices: Choices) -> Any:
     """The outputs of the experts that each token has chosen, by their weights."""
 
     def run(locals_: list[Any], parameters: dict[str, Any]) -> Any:
-        experts = _experts_of(module, compute, parameters)
+        experts = _experts_of(module, compute, parameters, choices.meanwhile)
         return run_tokens(
             experts,
             *locals_,
@@ -115,12 +119,22 @@ def run_on_rows(module: Any, compute: Compute, rows: Any, counts: Any) -> Any:
     return cross(where, [rows], own_parameters(module), run)
 
 
-def _experts_of(module: Any, compute: Compute, parameters: dict[str, Any]) -> Experts:
+def _experts_of(
+    module: Any,
+    compute: Compute,
+    parameters: dict[str, Any],
+    meanwhile: Callable[[], None] | None = None,
+) -> Experts:
     placed = placed_of(module)
 
     def compute_own(rows: Any, sizes: Sequence[int]) -> Any:
         return compute(rows, sizes, parameters)
 
     return Experts(
-        module, count_experts(module), placed.where, compute_own, placed.exchange
+        module,
+        count_experts(module),
+        placed.where,
+        compute_own,
+        placed.exchange,
+        meanwhile,
     )

@@ -58,6 +58,10 @@ class TokenChoiceTopKRouter(platform.Module):  # type: ignore[name-defined, misc
 
     def choose(self, x: Any, expert_bias: Any = None) -> tuple[Any, Any, Any]:
         """(logits [tokens, experts], weights, experts)."""
+        with platform.without_autocast(x):
+            return self._choose(x, expert_bias)
+
+    def _choose(self, x: Any, expert_bias: Any) -> tuple[Any, Any, Any]:
         logits = self._multiply(widen(x))
         if self.score_func == "softmax" and not self.softmax_after_top_k:
             scores = platform.operator("softmax")(logits, -1)

@@ -12,7 +12,7 @@ Modules have weights [experts, out, in]. Plain tokens that go in are this rank's
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -74,6 +74,26 @@ class BaseExpertParallel(ParallelStyle):
     ) -> tuple[Any, Any, Any]:
         """Brings rows to the ranks of their experts: (rows, how many each expert here has, context)."""
         return AllToAllTokenDispatcher().dispatch(module, inputs, device_mesh)
+
+    def _dispatch_beside(
+        self,
+        module: Any,
+        inputs: Sequence[Any],
+        device_mesh: DeviceMesh,
+        work: Callable[[], None],
+    ) -> tuple[Any, Any, Any]:
+        """``_token_dispatch`` that does some work while rows travel; an exchange of a subclass ends before."""
+        function = getattr(self._token_dispatch, "__func__", None)
+        if function is not BaseExpertParallel._token_dispatch:
+            dispatched = self._token_dispatch(module, inputs, device_mesh)
+            work()
+            return dispatched
+        finish = AllToAllTokenDispatcher().start(module, inputs, device_mesh)
+        try:
+            work()
+        finally:  # nothing may be under way after an error: all ranks have started it
+            dispatched = finish()
+        return dispatched
 
     def _token_combine(
         self, module: Any, routed_output: Any, device_mesh: DeviceMesh, ctx: Any

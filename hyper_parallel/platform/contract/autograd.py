@@ -50,6 +50,11 @@ class Autograd(Tensors):
         """Returns whether ``no_grad()`` is in effect."""
         return False
 
+    def without_autocast(self, tensor: Any) -> AbstractContextManager[Any]:
+        """Has operators on the tensor's device compute in the dtypes of their operands within a context."""
+        del tensor
+        return nullcontext()
+
     @abstractmethod
     def is_recorded(self, tensor: Any) -> bool:
         """Returns whether operations on the tensor are currently recorded for backward."""

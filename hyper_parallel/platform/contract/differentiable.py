@@ -72,6 +72,19 @@ class DifferentiableCollectives(Collectives):
         """Exchanges chunks of dim 0 of any sizes, including zero; backward is the reverse exchange."""
 
     @abstractmethod
+    def start_differentiable_all_to_all_single(
+        self,
+        input_tensor: Any,
+        input_splits: Sequence[int] | None,
+        output_splits: Sequence[int] | None,
+        group: Any,
+    ) -> Callable[[], Any]:
+        """Begins ``differentiable_all_to_all_single``; what it returns waits for the result, and is called once.
+
+        What is computed between the two is computed while chunks travel, and so is its backward.
+        """
+
+    @abstractmethod
     def differentiable_sync_hook(self, x: Any, hook_name: str, coordinator: Any) -> Any:
         """Returns ``x``; forward and backward each synchronize with the other thread at the coordinator."""
 

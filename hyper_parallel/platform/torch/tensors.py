@@ -425,6 +425,11 @@ class Tensors(Platform):
     def is_recording_disabled(self) -> bool:
         return not torch.is_grad_enabled()
 
+    def without_autocast(self, tensor: Any) -> AbstractContextManager[Any]:
+        device = tensor.device.type
+        is_on = torch.is_autocast_enabled(device)
+        return torch.autocast(device, enabled=False) if is_on else nullcontext()
+
     def is_recorded(self, tensor: Any) -> bool:
         return bool(tensor.requires_grad and torch.is_grad_enabled())
 
