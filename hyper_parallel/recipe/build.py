@@ -35,6 +35,12 @@ from hyper_parallel.core.tensor_parallel.style import (
     RowwiseParallel,
     SequenceParallel,
 )
+from hyper_parallel.planning.roles import (
+    Placing,
+    find_rows,
+    put_on_mesh,
+    put_rest_on_mesh,
+)
 from hyper_parallel.platform import get_platform
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
@@ -42,12 +48,6 @@ from hyper_parallel.recipe.activations import apply_to_activations, choose_modul
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.job import Job
-from hyper_parallel.recipe.roles import (
-    Placing,
-    find_rows,
-    put_on_mesh,
-    put_rest_on_mesh,
-)
 from hyper_parallel.recipe.schema import Recipe, Style
 
 platform = get_platform()

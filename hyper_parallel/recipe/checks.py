@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from hyper_parallel.recipe.errors import Problem
-from hyper_parallel.recipe.pipeline_order import check_order
-from hyper_parallel.recipe.roles import (
+from hyper_parallel.planning.roles import (
     ROLES,
     find_elastic,
     format_axes,
     select_row_axes,
 )
+from hyper_parallel.recipe.errors import Problem
+from hyper_parallel.recipe.pipeline_order import check_order
 from hyper_parallel.recipe.schema import Recipe, Style
 from hyper_parallel.recipe.sources import Source
 

@@ -14,9 +14,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
+from hyper_parallel.planning.roles import ROLES
 from hyper_parallel.recipe.checks import combinations
 from hyper_parallel.recipe.errors import Problem, RecipeError
-from hyper_parallel.recipe.roles import ROLES
 from hyper_parallel.recipe.schema import Recipe, keys
 
 Keys = tuple[str | int, ...]  # from the whole to a value

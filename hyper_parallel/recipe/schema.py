@@ -21,7 +21,7 @@ from pydantic import (
     create_model,
 )
 
-from hyper_parallel.recipe.roles import (
+from hyper_parallel.planning.roles import (
     ROLES,
     find_elastic,
     select_axes,
