@@ -28,6 +28,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 GPT = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
 GPT |= {"n_positions": 32}
 PAIRS = {"vocab_size": VOCAB, "d_model": HIDDEN, "max_position_embeddings": 32}
+PAIRS |= {"decoder_start_token_id": 1}
 PAIRS |= {
     f"{side}_{name}": value
     for side in ("encoder", "decoder")
@@ -113,15 +114,6 @@ def _table() -> dict[str, Architecture]:
         persimmon=("PersimmonForCausalLM", SIZES),
         nemotron=("NemotronForCausalLM", GROUPED),
         helium=("HeliumForCausalLM", {**GROUPED, "head_dim": 8}),
-        xglm=(
-            "XGLMForCausalLM",
-            {"vocab_size": VOCAB, "d_model": HIDDEN, "ffn_dim": INNER}
-            | {
-                "num_layers": 2,
-                "attention_heads": HEADS,
-                "max_position_embeddings": 32,
-            },
-        ),
         biogpt=("BioGptForCausalLM", SIZES),
     )
     add(
@@ -150,7 +142,8 @@ def _table() -> dict[str, Architecture]:
         t5=(
             "T5ForConditionalGeneration",
             {"vocab_size": VOCAB, "d_model": HIDDEN, "d_kv": 8, "d_ff": INNER}
-            | {"num_layers": 2, "num_heads": HEADS, "feed_forward_proj": "gated-gelu"},
+            | {"num_layers": 2, "num_heads": HEADS, "feed_forward_proj": "gated-gelu"}
+            | {"decoder_start_token_id": 1},
         ),
         bart=("BartForConditionalGeneration", PAIRS),
         mbart=("MBartForConditionalGeneration", PAIRS),
@@ -243,7 +236,6 @@ def _table() -> dict[str, Architecture]:
 ARCHITECTURES = _table()
 _OFF = ("dropout", "drop_prob", "pdrop", "drop_path_rate", "layerdrop", "drop_rate")
 _COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_COMMON |= {"decoder_start_token_id": 1, "forced_eos_token_id": None}
 
 
 def make_config(name: str, **changes: Any) -> Any:
@@ -258,8 +250,6 @@ def make_config(name: str, **changes: Any) -> Any:
         plain = kind()
         set_ = {key for key in _COMMON if getattr(plain, key, None) is not None}
         common = {key: _COMMON[key] for key in set_}
-    if hasattr(kind, "decoder_start_token_id") is False:
-        common.pop("decoder_start_token_id", None)
     config = kind(**{**common, **one.sizes, **one.parts, **changes})
     for inner in (config, *(getattr(config, part) for part in one.parts)):
         _switch_off(inner)

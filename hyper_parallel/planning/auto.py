@@ -96,10 +96,8 @@ class _Finder:
     ) -> None:
         self.notes: list[str] = []
         self._axes, self._inputs = axes, inputs
-        # Without dropout, and without layers that are left out at random.
         self._model = platform.copy_without_data(model)
-        for _, module in platform.get_cells_and_names(self._model):
-            module.training = False
+        _quieten(self._model)
         self._units = find_units(self._model)
         self._own = read_own_plan(self._model) if use_own else OwnPlan()
         self.notes += self._own.notes
@@ -244,6 +242,15 @@ class _Finder:
                 entry = Entry(pattern, style, sources[matched[0]], whole, held)
                 found.append((in_order.index(matched[0]), entry))
         return tuple(entry for _, entry in sorted(found, key=lambda pair: pair[0]))
+
+
+def _quieten(model: Any) -> None:
+    """Without dropout, layers that are left out at random, and caches, which would grow from run to run."""
+    for _, module in platform.get_cells_and_names(model):
+        module.training = False
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
 
 
 def _members_of(pattern: str, members: Sequence[str]) -> list[str]:
