@@ -248,7 +248,7 @@ def _quieten(model: Any) -> None:
     """Without dropout, layers that are left out at random, and caches, which would grow from run to run."""
     for _, module in platform.get_cells_and_names(model):
         module.training = False
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hyper_parallel.core.expert_parallel.placed import count_experts
+from hyper_parallel.core.modules.boundary import AttachmentHandle, attach
 from hyper_parallel.core.shard.arguments import tensors_in
 from hyper_parallel.platform import get_platform
 
@@ -193,8 +194,8 @@ def trace_forward(model: Any, units: Sequence[str], inputs: Mapping[str, Any]) -
     modules = dict(platform.get_cells_and_names(model))
     with ExitStack() as stack:
         for name, module in modules.items():
-            for hook in _hooks_for(recorder, name, module, name in units):
-                stack.callback(hook.remove)
+            for watching in _watch(recorder, name, module, name in units):
+                stack.callback(watching.remove)
         stack.enter_context(platform.listen_to_functions(recorder.follow))
         model(**inputs)
     for link in recorder.trace.links.values():
@@ -202,26 +203,25 @@ def trace_forward(model: Any, units: Sequence[str], inputs: Mapping[str, Any]) -
     return recorder.trace
 
 
-def _hooks_for(
+def _watch(
     recorder: _Recorder, name: str, module: Any, is_unit: bool
-) -> Iterator[Any]:
+) -> Iterator[AttachmentHandle]:
     if is_unit:
 
         def enter_unit(_: Any, args: Any, kwargs: Any) -> None:
             recorder.enter_unit(name, args, kwargs)
 
-        yield platform.register_forward_pre_hook(module, enter_unit, with_kwargs=True)
+        yield attach(module, "trace", enter=enter_unit, source="plan")
     projection = platform.projection(module)
     if projection is not None and projection.kind == "linear":
 
-        def enter(_: Any, args: Any) -> None:
-            recorder.enter_projection(name, args)
+        def enter(_: Any, args: Any, kwargs: Any) -> None:
+            recorder.enter_projection(name, (args, kwargs))
 
-        def leave(_: Any, __: Any, output: Any) -> None:
+        def leave(_: Any, output: Any) -> None:
             recorder.leave_projection(name, output)
 
-        yield platform.register_forward_pre_hook(module, enter)
-        yield platform.register_forward_hook(module, leave)
+        yield attach(module, "trace", enter=enter, leave=leave, source="plan")
 
 
 def _use_edges(link: Link) -> None:

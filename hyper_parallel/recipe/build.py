@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -20,27 +19,17 @@ from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import ModelState, load
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.expert_parallel import (
-    ExpertParallel,
-    ExpertTensorParallel,
-)
 from hyper_parallel.core.modules.absent import is_absent
+from hyper_parallel.core.modules.style import ParallelStyle
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
-from hyper_parallel.core.tensor_parallel.style import (
-    ColwiseParallel,
-    FusedColwiseParallel,
-    ParallelStyle,
-    Replicated,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from hyper_parallel.planning import auto_plan
 from hyper_parallel.planning.roles import (
     Placing,
     find_rows,
     put_on_mesh,
     put_rest_on_mesh,
 )
+from hyper_parallel.planning.words import to_style
 from hyper_parallel.platform import get_platform
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
@@ -51,15 +40,6 @@ from hyper_parallel.recipe.job import Job
 from hyper_parallel.recipe.schema import Recipe, Style
 
 platform = get_platform()
-_STYLES: dict[str, Callable[..., ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "fused_colwise": FusedColwiseParallel,
-    "sequence": SequenceParallel,
-    "replicate": Replicated,
-    "experts": lambda **_: ExpertParallel(),
-    "parts_of_experts": lambda **_: ExpertTensorParallel(),
-}
 
 
 def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
@@ -74,9 +54,19 @@ def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
     return Job(model, mesh, read_corpus(recipe, mesh))
 
 
-def prepare_model(recipe: Recipe, model: Any, mesh: DeviceMesh | None) -> None:
-    """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes."""
-    if mesh is not None:
+def prepare_model(
+    recipe: Recipe,
+    model: Any,
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, ParallelStyle] | None = None,
+) -> None:
+    """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes.
+
+    ``styles``: those that were found for the whole model, if it is a part of one.
+    """
+    if mesh is not None and styles is not None:
+        put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
+    elif mesh is not None:
         _put_on_mesh(recipe, model, mesh)
     if recipe.model.start is not None:
         load(
@@ -150,7 +140,10 @@ def _imported(path: Path) -> ModuleType:
 
 def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
     plan = recipe.plan
-    if plan.file is not None:
+    if recipe.finds_plan:
+        styles = find_styles(recipe, model, mesh)
+        put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
+    elif plan.file is not None:
         assert plan.function is not None
         function = _found(recipe, "plan", "function", plan.file, plan.function)
         if next(iter(inspect.signature(function).parameters), "") == "model":
@@ -165,6 +158,20 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
             mesh,
             {pattern: _style(style) for pattern, style in plan.styles.items()},
         )
+
+
+def find_styles(
+    recipe: Recipe, model: Any, mesh: DeviceMesh
+) -> dict[str, ParallelStyle]:
+    """The styles of a plan that is found for a whole model; every rank finds the same."""
+    try:
+        found = auto_plan(model, mesh, sequence_parallel=recipe.plan.sequence_parallel)
+    except ValueError as error:
+        raise RecipeError(recipe.path, [Problem("plan", str(error))]) from error
+    if platform.get_rank() == 0 and recipe.folder is not None:
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        found.save(recipe.folder / "plan.yaml")
+    return found.styles
 
 
 def _apply(
@@ -217,16 +224,7 @@ def _policy(recipe: Recipe) -> Any:
 
 def _style(wanted: Style) -> ParallelStyle:
     """Tensors keep their shapes, so that the model's code stays as it is."""
-    given = wanted.model_dump(exclude_unset=True, exclude={"style"})
-    options: dict[str, Any] = {
-        {"input": "input_layouts", "output": "output_layouts"}.get(name, name): value
-        for name, value in given.items()
-    }
-    for name in ("input_layouts", "output_layouts"):
-        if name in options:
-            found = re.search(r"-?\d+", options[name])
-            options[name] = Shard(int(found[0])) if found else Replicate()
-    return _STYLES[wanted.style](use_local_output=False, **options)
+    return to_style(wanted.model_dump(exclude_unset=True), use_local_output=False)
 
 
 # --- the data

@@ -30,7 +30,12 @@ from hyper_parallel.core.training import (
 from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.recipe.build import make_model, prepare_model, read_corpus
+from hyper_parallel.recipe.build import (
+    find_styles,
+    make_model,
+    prepare_model,
+    read_corpus,
+)
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.job import Job, compute_loss, place_rows
 from hyper_parallel.recipe.pipeline_order import build_order
@@ -113,11 +118,12 @@ def build_pipeline(recipe: Recipe, mesh: DeviceMesh) -> PipelineJob:
         model = make_model(recipe)
     _check_experts(model)
     plan = _divide(recipe, model, order.stages)
+    styles = find_styles(recipe, model, mesh) if recipe.finds_plan else None
     plan.keep(model, own)
     if not is_read:
         platform.init_parameters(model, 0)
         platform.prepare_module(model, recipe.precision.parameters)
-    prepare_model(recipe, model, inner)
+    prepare_model(recipe, model, inner, styles)
     stages = build_stages(
         model,
         plan,
