@@ -170,26 +170,30 @@ class _Finder:
     ) -> None:
         """Plans one of several units that are alike, and gives the others the same styles."""
         traced = [name for name in names if name in trace.calls]
-        first = traced[0] if traced else names[0]
+        # The last one: the input of the first may need no gradient, which others send.
+        sample = traced[-1] if traced else names[0]
         links = {
-            name.removeprefix(f"{first}."): link
+            name.removeprefix(f"{sample}."): link
             for name, link in trace.links.items()
-            if name.startswith(f"{first}.")
+            if name.startswith(f"{sample}.")
         }
         for link in links.values():
             link.before = frozenset(
-                one.removeprefix(f"{first}.") for one in link.before
+                one.removeprefix(f"{sample}.") for one in link.before
             )
+        for name, module in platform.get_cells_and_names(units[sample]):
+            projection = platform.projection(module)
+            if projection is None or name in links:
+                continue
+            is_linear = projection.kind == "linear"
+            reason = "forward does not reach it" if is_linear else projection.kind
+            for unit in names:
+                path = f"{unit}.{name}" if name else unit
+                sources[path] = f"replicated: {reason}"
         if not links:
-            for name, module in units[first].named_modules() if not traced else ():
-                if platform.projection(module) is not None:
-                    for unit in names:
-                        sources[f"{unit}.{name}"] = (
-                            "replicated: forward does not reach it"
-                        )
             return
-        block = Block(units[first], links, trace.calls[first], mesh)
-        choice, source = self._choose(block, first)
+        block = Block(units[sample], links, trace.calls[sample], mesh)
+        choice, source = self._choose(block, sample)
         found = block.styles(choice.kinds)
         for unit in names:
             for name in choice.kinds:

@@ -122,7 +122,7 @@ class _Recorder:
                     section = replace(fresh, sizes=(size,))
                     self._fresh[id(one)] = one, section
         elif name == "__getitem__":
-            _follow_index(fresh, link, args)
+            self._follow_index(fresh, link, args, results[0])
         elif name in ("transpose", "permute", "swapaxes", "movedim"):
             order = _order_of(name, args, len(results[0].shape))
             if order is not None and len(fresh.sizes) > 1:
@@ -132,6 +132,19 @@ class _Recorder:
             dim = args[1] if len(args) > 1 else 0
             if dim % len(args[0].shape) == fresh.dim:
                 _set_sections(link, fresh)
+
+    def _follow_index(
+        self, fresh: _Fresh, link: Link, args: tuple[Any, ...], result: Any
+    ) -> None:
+        """A number takes a section of several; a slice takes what may be one."""
+        index = _find_index(fresh, args)
+        is_whole = len(fresh.sizes) == 1
+        if isinstance(index, int) and not is_whole:
+            _set_sections(link, fresh)
+        if isinstance(index, slice) and is_whole and index.step in (None, 1):
+            start, stop, _ = index.indices(fresh.sizes[0])
+            link.edges |= {start, stop, fresh.sizes[0], 0}
+            self._fresh[id(result)] = result, replace(fresh, sizes=(stop - start,))
 
     def _follow_view(self, fresh: _Fresh, link: Link, result: Any) -> None:
         features = math.prod(fresh.sizes)
@@ -157,8 +170,8 @@ def _set_sections(link: Link, fresh: _Fresh) -> None:
         link.heads = fresh.sizes[0] * fresh.sizes[1] if len(fresh.sizes) > 2 else None
 
 
-def _follow_index(fresh: _Fresh, link: Link, args: tuple[Any, ...]) -> None:
-    """An index of the features: a number takes a section of several, a slice what may be one."""
+def _find_index(fresh: _Fresh, args: tuple[Any, ...]) -> Any:
+    """What an index says of the dim where features begin; None if that cannot be told."""
     given = args[1] if isinstance(args[1], tuple) else (args[1],)
     ndim = len(args[0].shape)
     if Ellipsis in [one for one in given if not platform.is_tensor(one)]:
@@ -166,13 +179,8 @@ def _follow_index(fresh: _Fresh, link: Link, args: tuple[Any, ...]) -> None:
         missing = ndim - (len(given) - 1)
         given = (*given[:at], *[slice(None)] * missing, *given[at + 1 :])
     if len(given) <= fresh.dim or None in given[: fresh.dim + 1]:
-        return
-    index = given[fresh.dim]
-    if isinstance(index, int) and len(fresh.sizes) > 1:
-        _set_sections(link, fresh)
-    if isinstance(index, slice) and len(fresh.sizes) == 1 and index.step in (None, 1):
-        start, stop, _ = index.indices(fresh.sizes[0])
-        link.edges |= {start, stop, fresh.sizes[0], 0}
+        return None
+    return given[fresh.dim]
 
 
 def _order_of(name: str, args: tuple[Any, ...], ndim: int) -> list[int] | None:
