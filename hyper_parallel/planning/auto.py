@@ -59,28 +59,35 @@ def auto_plan(
     finder = _Finder(model, axes, inputs, use_own=use_own)
     with platform.simulate_ranks():
         entries, costs = finder.find(sequence_parallel)
+    begin, last = _find_stages(model, axes.get("pp", 1), finder.order)
     return ParallelPlan(
         axes=axes,
         entries=entries,
         units=finder.find_units_of_state(),
-        begin=_find_stages(model, axes.get("pp", 1)),
+        begin=begin,
+        last=last,
         costs=costs,
         notes=tuple(finder.notes),
     )
 
 
-def _find_stages(model: Any, stages: int) -> tuple[str, ...]:
-    """The blocks that begin a stage after the first, for stages of equal cost."""
+def _find_stages(
+    model: Any, stages: int, order: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The blocks that begin a stage after the first, for stages of equal cost, and what runs behind all blocks."""
     from hyper_parallel.core.pipeline_parallel.stage_plan import (
         choose_blocks,
         plan_stages,
     )
 
     if stages == 1:
-        return ()
+        return (), ()
     blocks = choose_blocks(model)
-    ends = plan_stages(model, stages).ends
-    return tuple(blocks[blocks.index(end) + 1] for end in ends[:-1])
+    plan = plan_stages(model, stages)
+    behind = order[order.index(blocks[-1]) :] if blocks[-1] in order else []
+    last = tuple(name for name in plan.pieces_of(0) if name in behind)
+    ends = plan_stages(model, stages, last=last).ends
+    return tuple(blocks[blocks.index(end) + 1] for end in ends[:-1]), last
 
 
 class _Finder:
@@ -95,6 +102,7 @@ class _Finder:
         use_own: bool,
     ) -> None:
         self.notes: list[str] = []
+        self.order: list[str] = []  # of the calls of modules, where they were traced
         self._axes, self._inputs = axes, inputs
         self._model = platform.copy_without_data(model)
         _quieten(self._model)
@@ -121,22 +129,25 @@ class _Finder:
             sources[name] = source
             if style is not None:
                 styles[name] = style
+        ranks = max(self._axes.get(name, 1) for name in ("tp", "pp"))
+        model = without_experts(platform.copy_without_data(self._model))
+        units = find_units(model)
+        trace = self._trace(model, list(units)) if ranks > 1 else Trace({}, {})
         if self._axes.get("tp", 1) > 1:
-            self._find_tensor_parallel(styles, sources, costs)
+            self._find_tensor_parallel(units, trace, styles, sources, costs)
             if sequence_parallel:
                 _shard_between(styles)
         return self._entries(styles, sources), costs
 
     def _find_tensor_parallel(
         self,
+        units: Mapping[str, Any],
+        trace: Trace,
         styles: dict[str, ParallelStyle],
         sources: dict[str, str],
         costs: dict[str, Cost],
     ) -> None:
         mesh = DeviceMesh("cpu", list(range(self._axes["tp"])), mesh_dim_names=("tp",))
-        model = without_experts(platform.copy_without_data(self._model))
-        units = find_units(model)
-        trace = self._trace(model, list(units))
         for names in group_units(units):
             self._plan_group(names, units, trace, mesh, styles, sources, costs)
         for name, (style, source) in plan_around(self._model, list(units)).items():
@@ -151,9 +162,13 @@ class _Finder:
         for sample in samples:
             given = platform.apply_to_tensors(_without_data, dict(sample or {}))
             try:
-                return trace_forward(model, units, given)
+                trace = trace_forward(model, units, given)
             except Exception as error:  # noqa: BLE001 - a model may raise anything
-                problems.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                first = (str(error).splitlines() or [""])[0].split(". ")[0]
+                problems.append(f"{type(error).__name__}: {first}")
+            else:
+                self.order = trace.order
+                return trace
         reason = problems[0] if problems else "no inputs are known for it; give inputs="
         self.notes.append(f"forward cannot be traced without data: {reason}")
         return Trace({}, {})

@@ -9,6 +9,7 @@ ParallelPlan.load("plan.yaml").apply(model, mesh)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,8 @@ class ParallelPlan:
     """How a model lies on a mesh.
 
     ``axes``: the sizes of the mesh by name. ``entries``: for tensor and expert parallelism. ``units``: patterns of the
-    modules that ``fully_shard`` gathers one at a time. ``begin``: the blocks that begin a stage after the first.
+    modules that ``fully_shard`` gathers one at a time. ``begin``: the blocks that begin a stage after the first;
+    ``last``: modules that run behind the blocks, although they are registered in front of them.
     ``costs``: of the blocks that are alike, by pattern. ``notes``: what of the model's own plan was not used, and why.
     """
 
@@ -53,6 +55,7 @@ class ParallelPlan:
     entries: tuple[Entry, ...] = ()
     units: tuple[str, ...] = ()
     begin: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     costs: Mapping[str, Cost] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     context: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class ParallelPlan:
     def apply(self, model: Any, mesh: Any) -> Any:
         """Puts a model onto all axes of a mesh and returns it.
 
-        A mesh with an axis ``pp`` is for a recipe, or for ``plan_stages(model, stages, begin=plan.begin)``.
+        A mesh with an axis ``pp`` is for a recipe, or for ``plan_stages``, which takes ``begin`` and ``last``.
         """
         names = mesh.mesh_dim_names or ()
         if "pp" in names:
@@ -99,7 +102,7 @@ class ParallelPlan:
     def check(self, model: Any) -> None:
         """Raises if a pattern names no module of the model."""
         names = [name for name, _ in platform.get_cells_and_names(model)]
-        for pattern in (*self.styles, *self.units, *self.begin):
+        for pattern in (*self.styles, *self.units, *self.begin, *self.last):
             if not matching(pattern, names):
                 raise coded(
                     ValueError, "HP902", f"plan: {no_match('module', pattern, names)}"
@@ -146,10 +149,13 @@ class ParallelPlan:
         if self.units:
             content["sharding"] = {"units": list(self.units)}
         if self.begin:
-            content["pipeline"] = {"split": list(self.begin)}
+            content["pipeline"] = {"split": list(self.begin), "last": list(self.last)}
         text = yaml.safe_dump(content, sort_keys=False)
         comments = "".join(f"# {line}\n" for line in str(self).splitlines())
-        Path(path).write_text(comments + text, "utf-8")
+        # Ranks that share a folder write the same, and none reads a half of it.
+        temporary = Path(f"{path}.{platform.get_rank()}.{os.getpid()}")
+        temporary.write_text(comments + text, "utf-8")
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> ParallelPlan:
@@ -168,6 +174,7 @@ class ParallelPlan:
                 entries=entries,
                 units=tuple(content.get("sharding", {}).get("units", ())),
                 begin=tuple(content.get("pipeline", {}).get("split", ())),
+                last=tuple(content.get("pipeline", {}).get("last", ())),
             )
         except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
             raise coded(

@@ -48,6 +48,7 @@ class Trace:
 
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
     links: dict[str, Link]
+    order: list[str] = field(default_factory=list)  # of modules with parameters
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,12 @@ def trace_forward(model: Any, units: Sequence[str], inputs: Mapping[str, Any]) -
 def _watch(
     recorder: _Recorder, name: str, module: Any, is_unit: bool
 ) -> Iterator[AttachmentHandle]:
+    if platform.parameters_dict(module):
+
+        def note(*_: Any) -> None:
+            recorder.trace.order.append(name)
+
+        yield attach(module, "trace", enter=note, source="plan")
     if is_unit:
 
         def enter_unit(_: Any, args: Any, kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.modules.absent import is_absent
 from hyper_parallel.core.modules.style import ParallelStyle
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
-from hyper_parallel.planning import auto_plan
+from hyper_parallel.planning import ParallelPlan, auto_plan
 from hyper_parallel.planning.roles import (
     Placing,
     find_rows,
@@ -141,7 +141,7 @@ def _imported(path: Path) -> ModuleType:
 def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
     plan = recipe.plan
     if recipe.finds_plan:
-        styles = find_styles(recipe, model, mesh)
+        styles = find_plan(recipe, model, mesh).styles
         put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
     elif plan.file is not None:
         assert plan.function is not None
@@ -160,10 +160,8 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
         )
 
 
-def find_styles(
-    recipe: Recipe, model: Any, mesh: DeviceMesh
-) -> dict[str, ParallelStyle]:
-    """The styles of a plan that is found for a whole model; every rank finds the same."""
+def find_plan(recipe: Recipe, model: Any, mesh: DeviceMesh) -> ParallelPlan:
+    """The plan that is found for a whole model; every rank finds the same."""
     try:
         found = auto_plan(model, mesh, sequence_parallel=recipe.plan.sequence_parallel)
     except ValueError as error:
@@ -171,7 +169,7 @@ def find_styles(
     if platform.get_rank() == 0 and recipe.folder is not None:
         recipe.folder.mkdir(parents=True, exist_ok=True)
         found.save(recipe.folder / "plan.yaml")
-    return found.styles
+    return found
 
 
 def _apply(

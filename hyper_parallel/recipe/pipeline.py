@@ -31,7 +31,6 @@ from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import (
-    find_styles,
     make_model,
     prepare_model,
     read_corpus,
@@ -117,8 +116,9 @@ def build_pipeline(recipe: Recipe, mesh: DeviceMesh) -> PipelineJob:
     with nullcontext() if is_read else without_memory:
         model = make_model(recipe)
     _check_experts(model)
-    plan = _divide(recipe, model, order.stages)
-    styles = find_styles(recipe, model, mesh) if recipe.finds_plan else None
+    found = find_plan(recipe, model, mesh) if recipe.finds_plan else None
+    plan = _divide(recipe, model, order.stages, found.last if found else ())
+    styles = found.styles if found else None
     plan.keep(model, own)
     if not is_read:
         platform.init_parameters(model, 0)
@@ -144,11 +144,18 @@ def build_pipeline(recipe: Recipe, mesh: DeviceMesh) -> PipelineJob:
     )
 
 
-def _divide(recipe: Recipe, model: Any, stages: int) -> StagePlan:
+def _divide(
+    recipe: Recipe, model: Any, stages: int, last: tuple[str, ...]
+) -> StagePlan:
+    """The stages; ``last``: what runs behind the blocks, where the recipe does not say so."""
     wanted = recipe.pipeline
     try:
         return plan_stages(
-            model, stages, begin=wanted.split, first=wanted.first, last=wanted.last
+            model,
+            stages,
+            begin=wanted.split,
+            first=wanted.first,
+            last=wanted.last or last,
         )
     except ValueError as error:
         raise RecipeError(recipe.path, [Problem("pipeline", str(error))]) from error
