@@ -31,6 +31,7 @@ from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import (
+    find_plan,
     make_model,
     prepare_model,
     read_corpus,
