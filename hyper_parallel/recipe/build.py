@@ -18,6 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import ModelState, load
+from hyper_parallel.core.distributed_checkpoint.hugging_face import (
+    HuggingFaceReader,
+)
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.modules.absent import is_absent
 from hyper_parallel.core.modules.style import ParallelStyle
@@ -29,6 +32,7 @@ from hyper_parallel.planning.roles import (
     put_on_mesh,
     put_rest_on_mesh,
 )
+from hyper_parallel.planning.trace import find_experts
 from hyper_parallel.planning.words import to_style
 from hyper_parallel.platform import get_platform
 from hyper_parallel.ranks.import_file import import_file
@@ -49,8 +53,10 @@ def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
         from hyper_parallel.recipe.pipeline import build_pipeline
 
         return build_pipeline(recipe, mesh)
-    model = make_model(recipe)
-    prepare_model(recipe, model, mesh)
+    model, reader = _make_for_mesh(recipe) if mesh is not None else (None, None)
+    if reader is None:
+        model = make_model(recipe)
+    prepare_model(recipe, model, mesh, reader=reader)
     return Job(model, mesh, read_corpus(recipe, mesh))
 
 
@@ -59,15 +65,20 @@ def prepare_model(
     model: Any,
     mesh: DeviceMesh | None,
     styles: Mapping[str, ParallelStyle] | None = None,
+    reader: HuggingFaceReader | None = None,
 ) -> None:
     """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes.
 
-    ``styles``: those that were found for the whole model, if it is a part of one.
+    ``styles``: those that were found for the whole model, if it is a part of one. ``reader``: of the folder with the
+    weights, if the model was made without memory.
     """
     if mesh is not None and styles is not None:
         put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
     elif mesh is not None:
         _put_on_mesh(recipe, model, mesh)
+    if reader is not None:
+        platform.init_parameters(model, 0)
+        load(model.state_dict(), storage_reader=reader, strict=False)
     if recipe.model.start is not None:
         load(
             {"model": ModelState(model)},
@@ -82,6 +93,38 @@ def prepare_model(
 def make_model(recipe: Recipe) -> Any:
     """The model as one device has it."""
     return platform.prepare_module(_make(recipe), recipe.precision.parameters)
+
+
+def _make_for_mesh(recipe: Recipe) -> tuple[Any, HuggingFaceReader | None]:
+    """A model without memory, and the reader of its weights, from which each rank reads its part.
+
+    None where the files have other names than the model, or the model has experts, whose shards cannot be made without
+    memory: `transformers` then reads and converts them, as a whole on every rank.
+    """
+    wanted = recipe.model
+    is_read = wanted.huggingface is not None and wanted.weights
+    if not is_read or recipe.precision.parameters != "float32":
+        return None, None
+    assert wanted.huggingface is not None
+    folder = recipe.input_path(wanted.huggingface)
+    with platform.init_on_device(platform.meta_device):
+        model = huggingface.model_of(folder, "float32", weights=False)
+    if find_experts(model):
+        return None, None
+    return model, huggingface.find_reader(folder, _find_stored(model))
+
+
+def _find_stored(model: Any) -> set[str]:
+    """The names of what a folder must have: state, with one name for what is tied."""
+    parameters = platform.parameters_dict(model)
+    ids = {id(parameter) for parameter in parameters.values()}
+    tied = {
+        f"{path}.{own}" if path else own
+        for path, module in platform.get_cells_and_names(model)
+        for own, tensor in platform.own_tensors(module)
+        if id(tensor) in ids
+    }
+    return set(parameters) | (set(model.state_dict()) - tied)
 
 
 def _make(recipe: Recipe) -> Any:

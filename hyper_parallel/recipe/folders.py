@@ -7,6 +7,7 @@ read_folder(path)            the keys of a recipe that trains the model of a fol
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hyper_parallel.planning.refusals import count_heads
 from hyper_parallel.recipe.errors import Problem
 from hyper_parallel.recipe.schema import Recipe
 
+_LONGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -53,11 +55,38 @@ def check_folder(recipe: Recipe) -> Iterator[Problem]:
     if hasattr(config, "auto_map"):
         told = "its architecture needs code of the folder, which is never run; take one that transformers has"
         yield Problem("model.huggingface", told)
+    yield from _check_table(recipe, config)
     heads, ranks = count_heads(config), recipe.axes.get("tp", 1)
     if heads is not None and heads % ranks:
         told = f"{heads} attention heads cannot be shared by {ranks} ranks"
         sizes = [str(size) for size in range(1, heads + 1) if heads % size == 0]
         yield Problem("mesh.tp", f"{told}; say one of {', '.join(sizes)}")
+
+
+def _check_table(recipe: Recipe, config: Any) -> Iterator[Problem]:
+    """Whether the table of tokens has the shape that the config says; other weights are compared when they are read."""
+    sizes = [getattr(config, name, None) for name in ("vocab_size", "hidden_size")]
+    if None in sizes or not recipe.model.weights:
+        return
+    assert recipe.model.huggingface is not None
+    for path in recipe.input_path(recipe.model.huggingface).glob("*.safetensors"):
+        for name, shape in _read_shapes(path):
+            if name.endswith("embed_tokens.weight") and shape != sizes:
+                told = f"{name} in {path.name} has the shape {shape}, but config.json says {sizes}"
+                yield Problem("model.huggingface", told)
+
+
+def _read_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+    """The names and shapes in a safetensors file, of which the header alone is read."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, entry["shape"]
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+        return  # who reads the weights says what is wrong with the file
 
 
 def check_tokenizer(recipe: Recipe) -> Iterator[Problem]:
