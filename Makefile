@@ -7,7 +7,7 @@ MINDSPORE_STAMP := .venv/.mindspore-installed
 # Processes start twice as fast where what they import has been compiled: the first that imports it writes that down.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo tour test test-torch test-mindspore thorough newest check lint types format docs operators programs bench fuzz kills clean
+.PHONY: help demo tour test test-torch test-mindspore thorough newest check lint types format docs operators programs architectures bench fuzz kills clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*## /\t/'
@@ -85,6 +85,10 @@ operators: $(STAMP)  ## sweeps over all operators of torch and writes docs/opera
 
 programs: $(STAMP)  ## runs 10,000 random programs on distributed tensors and writes docs/programs.md: half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.programs --count 10000 --page
+
+architectures: $(STAMP)  ## trains small models of 56 architectures by `auto_plan` and writes docs/architectures.md: half an hour
+	rm -f build/architectures.json
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.architectures --page
 
 bench: $(STAMP)  ## tables of measurements; nothing else should run meanwhile
 	$(BIN)/python benchmarks/collectives.py

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         parallel_table,
         parallelize_module,
     )
+    from hyper_parallel.planning import ParallelPlan, auto_plan
     from hyper_parallel.verification import verify
 
 __version__ = "0.1.0"
@@ -119,6 +120,7 @@ __all__ = [
     "MetaStepType",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParallelPlan",
     "Partial",
     "PipelineStage",
     "Platform",
@@ -139,6 +141,7 @@ __all__ = [
     "StridedShard",
     "ZigzagShard",
     "async_save",
+    "auto_plan",
     "checkpoint_wrapper",
     "distribute_module",
     "distribute_tensor",
@@ -215,6 +218,7 @@ _HOMES = {
         "parallel_table",
         "parallelize_module",
     ),
+    "planning": ("ParallelPlan", "auto_plan"),
     "verification": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -28,6 +28,7 @@ PARTS = (
     "native",
     "activations",
     "attention",
+    "planning",
     "external",
 )
 BACKENDS = {

@@ -11,7 +11,15 @@ _NEEDED = ("typer", "rich", "click", "shellingham", "pydantic", "yaml")
 def main() -> None:
     """Runs the command with the arguments of the process."""
     try:
-        from hyper_parallel.cli import doctor, explain, ops, schedule, train, verify  # noqa: F401 - they add their commands
+        from hyper_parallel.cli import (  # noqa: F401 - they add their commands
+            doctor,
+            explain,
+            ops,
+            plan,
+            schedule,
+            train,
+            verify,
+        )
         from hyper_parallel.cli.checkpoints import application
 
         application()

@@ -83,7 +83,7 @@ def _mesh_keys(mesh: str | None) -> list[str]:
     """The mesh as keys of a recipe; an axis that is not named has one rank."""
     if mesh is None:
         return []
-    from hyper_parallel.recipe.roles import ROLES
+    from hyper_parallel.planning.roles import ROLES
 
     pairs = {
         name.strip(): size.strip()

@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hyper_parallel.core.distributed_checkpoint import ModelState, load
+from hyper_parallel.core.distributed_checkpoint.hugging_face import (
+    HuggingFaceReader,
+)
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
-from hyper_parallel.core.expert_parallel import (
-    ExpertParallel,
-    ExpertTensorParallel,
-)
 from hyper_parallel.core.modules.absent import is_absent
+from hyper_parallel.core.modules.style import ParallelStyle
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
-from hyper_parallel.core.tensor_parallel.style import (
-    ColwiseParallel,
-    FusedColwiseParallel,
-    ParallelStyle,
-    Replicated,
-    RowwiseParallel,
-    SequenceParallel,
+from hyper_parallel.planning import ParallelPlan, auto_plan
+from hyper_parallel.planning.roles import (
+    Placing,
+    find_rows,
+    put_on_mesh,
+    put_rest_on_mesh,
 )
+from hyper_parallel.planning.trace import find_experts
+from hyper_parallel.planning.words import to_style
 from hyper_parallel.platform import get_platform
 from hyper_parallel.ranks.import_file import import_file
 from hyper_parallel.recipe import huggingface
@@ -42,24 +41,9 @@ from hyper_parallel.recipe.activations import apply_to_activations, choose_modul
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.job import Job
-from hyper_parallel.recipe.roles import (
-    Placing,
-    find_rows,
-    put_on_mesh,
-    put_rest_on_mesh,
-)
 from hyper_parallel.recipe.schema import Recipe, Style
 
 platform = get_platform()
-_STYLES: dict[str, Callable[..., ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "fused_colwise": FusedColwiseParallel,
-    "sequence": SequenceParallel,
-    "replicate": Replicated,
-    "experts": lambda **_: ExpertParallel(),
-    "parts_of_experts": lambda **_: ExpertTensorParallel(),
-}
 
 
 def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
@@ -69,15 +53,32 @@ def build(recipe: Recipe, mesh: DeviceMesh | None) -> Job:
         from hyper_parallel.recipe.pipeline import build_pipeline
 
         return build_pipeline(recipe, mesh)
-    model = make_model(recipe)
-    prepare_model(recipe, model, mesh)
+    model, reader = _make_for_mesh(recipe) if mesh is not None else (None, None)
+    if reader is None:
+        model = make_model(recipe)
+    prepare_model(recipe, model, mesh, reader=reader)
     return Job(model, mesh, read_corpus(recipe, mesh))
 
 
-def prepare_model(recipe: Recipe, model: Any, mesh: DeviceMesh | None) -> None:
-    """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes."""
-    if mesh is not None:
+def prepare_model(
+    recipe: Recipe,
+    model: Any,
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, ParallelStyle] | None = None,
+    reader: HuggingFaceReader | None = None,
+) -> None:
+    """Puts a model on a mesh, reads the weights that it starts with, and wraps what recomputes.
+
+    ``styles``: those that were found for the whole model, if it is a part of one. ``reader``: of the folder with the
+    weights, if the model was made without memory.
+    """
+    if mesh is not None and styles is not None:
+        put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
+    elif mesh is not None:
         _put_on_mesh(recipe, model, mesh)
+    if reader is not None:
+        platform.init_parameters(model, 0)
+        load(model.state_dict(), storage_reader=reader, strict=False)
     if recipe.model.start is not None:
         load(
             {"model": ModelState(model)},
@@ -92,6 +93,38 @@ def prepare_model(recipe: Recipe, model: Any, mesh: DeviceMesh | None) -> None:
 def make_model(recipe: Recipe) -> Any:
     """The model as one device has it."""
     return platform.prepare_module(_make(recipe), recipe.precision.parameters)
+
+
+def _make_for_mesh(recipe: Recipe) -> tuple[Any, HuggingFaceReader | None]:
+    """A model without memory, and the reader of its weights, from which each rank reads its part.
+
+    None where the files have other names than the model, or the model has experts, whose shards cannot be made without
+    memory: `transformers` then reads and converts them, as a whole on every rank.
+    """
+    wanted = recipe.model
+    is_read = wanted.huggingface is not None and wanted.weights
+    if not is_read or recipe.precision.parameters != "float32":
+        return None, None
+    assert wanted.huggingface is not None
+    folder = recipe.input_path(wanted.huggingface)
+    with platform.init_on_device(platform.meta_device):
+        model = huggingface.model_of(folder, "float32", weights=False)
+    if find_experts(model):
+        return None, None
+    return model, huggingface.find_reader(folder, _find_stored(model))
+
+
+def _find_stored(model: Any) -> set[str]:
+    """The names of what a folder must have: state, with one name for what is tied."""
+    parameters = platform.parameters_dict(model)
+    ids = {id(parameter) for parameter in parameters.values()}
+    tied = {
+        f"{path}.{own}" if path else own
+        for path, module in platform.get_cells_and_names(model)
+        for own, tensor in platform.own_tensors(module)
+        if id(tensor) in ids
+    }
+    return set(parameters) | (set(model.state_dict()) - tied)
 
 
 def _make(recipe: Recipe) -> Any:
@@ -150,7 +183,10 @@ def _imported(path: Path) -> ModuleType:
 
 def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
     plan = recipe.plan
-    if plan.file is not None:
+    if recipe.finds_plan:
+        styles = find_plan(recipe, model, mesh).styles
+        put_on_mesh(model, mesh, _placing(recipe, model, mesh, styles))
+    elif plan.file is not None:
         assert plan.function is not None
         function = _found(recipe, "plan", "function", plan.file, plan.function)
         if next(iter(inspect.signature(function).parameters), "") == "model":
@@ -165,6 +201,18 @@ def _put_on_mesh(recipe: Recipe, model: Any, mesh: DeviceMesh) -> None:
             mesh,
             {pattern: _style(style) for pattern, style in plan.styles.items()},
         )
+
+
+def find_plan(recipe: Recipe, model: Any, mesh: DeviceMesh) -> ParallelPlan:
+    """The plan that is found for a whole model; every rank finds the same."""
+    try:
+        found = auto_plan(model, mesh, sequence_parallel=recipe.plan.sequence_parallel)
+    except ValueError as error:
+        raise RecipeError(recipe.path, [Problem("plan", str(error))]) from error
+    if platform.get_rank() == 0 and recipe.folder is not None:
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        found.save(recipe.folder / "plan.yaml")
+    return found
 
 
 def _apply(
@@ -217,16 +265,7 @@ def _policy(recipe: Recipe) -> Any:
 
 def _style(wanted: Style) -> ParallelStyle:
     """Tensors keep their shapes, so that the model's code stays as it is."""
-    given = wanted.model_dump(exclude_unset=True, exclude={"style"})
-    options: dict[str, Any] = {
-        {"input": "input_layouts", "output": "output_layouts"}.get(name, name): value
-        for name, value in given.items()
-    }
-    for name in ("input_layouts", "output_layouts"):
-        if name in options:
-            found = re.search(r"-?\d+", options[name])
-            options[name] = Shard(int(found[0])) if found else Replicate()
-    return _STYLES[wanted.style](use_local_output=False, **options)
+    return to_style(wanted.model_dump(exclude_unset=True), use_local_output=False)
 
 
 # --- the data

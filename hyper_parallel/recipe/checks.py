@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from hyper_parallel.recipe.errors import Problem
-from hyper_parallel.recipe.pipeline_order import check_order
-from hyper_parallel.recipe.roles import (
+from hyper_parallel.planning.roles import (
     ROLES,
     find_elastic,
     format_axes,
     select_row_axes,
 )
+from hyper_parallel.recipe.errors import Problem
+from hyper_parallel.recipe.folders import check_folder, check_tokenizer
+from hyper_parallel.recipe.pipeline_order import check_order
 from hyper_parallel.recipe.schema import Recipe, Style
 from hyper_parallel.recipe.sources import Source
 
@@ -181,6 +182,8 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
         )
     if data.text is not None:
         yield from _text(recipe.input_path(data.text), data.files)
+    if data.tokens == "model":
+        yield from check_tokenizer(recipe)
     if data.tokens == "model" and recipe.model.huggingface is None:
         yield Problem(
             "data.tokens",
@@ -204,6 +207,15 @@ def _text(path: Path, files: str) -> Iterator[Problem]:
 
 def _plan(recipe: Recipe) -> Iterator[Problem]:
     plan = recipe.plan
+    ways = {"auto": plan.auto, "file": plan.file is not None, "styles": plan.styles}
+    if plan.auto and sum(map(bool, ways.values())) > 1:
+        yield Problem("plan", "a plan that is found has no file: and no styles:")
+    if plan.sequence_parallel and not recipe.finds_plan:
+        told = "it is of plans that are found; add auto: true"
+        yield Problem("plan.sequence_parallel", told)
+    if plan.auto and recipe.framework == "mindspore":
+        told = "plans are found on PyTorch; save one there, and take its styles: here"
+        yield Problem("plan", told)
     if plan.file is not None and plan.styles:
         yield Problem(
             "plan",
@@ -256,12 +268,17 @@ def _mesh(recipe: Recipe, nproc: int | None) -> Iterator[Problem]:
     yield from _sharded_axes(recipe)
     yield from check_order(recipe)
     yield from _context(recipe)
-    if recipe.plan.file is not None or recipe.plan.styles:
+    if recipe.finds_plan:
+        yield from check_folder(recipe)
+    if recipe.finds_plan or recipe.plan.file is not None or recipe.plan.styles:
         return
     for name, size in recipe.axes.items():
         if size > 1 and ROLES[name].needs_plan:
             told = f"mesh.{name} is {size}, but nothing says how the layers are shared"
-            yield Problem("plan", f"{told}; add styles:, or a file: with a function:")
+            yield Problem(
+                "plan",
+                f"{told}; say plan: auto, or add styles:, or a file: with a function:",
+            )
 
 
 def _sharded_axes(recipe: Recipe) -> Iterator[Problem]:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.core.distributed_checkpoint.errors import CheckpointError
+from hyper_parallel.core.distributed_checkpoint.hugging_face import HuggingFaceReader
+
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -23,6 +26,20 @@ def model_of(folder: Path, dtype: str, *, weights: bool) -> Any:
     return kind.from_config(
         AutoConfig.from_pretrained(folder, **_LOCAL), trust_remote_code=False
     )
+
+
+def find_reader(folder: Path, names: set[str]) -> HuggingFaceReader | None:
+    """A reader of a folder that has all of these names."""
+    reader = HuggingFaceReader(folder)
+    try:
+        known = reader.load_metadata().state_dict_metadata
+    except (
+        CheckpointError
+    ):  # transformers may read it all the same, or says what is wrong
+        return None
+    finally:
+        reader.close()
+    return HuggingFaceReader(folder) if names <= known.keys() else None
 
 
 def tokens_of(folder: Path, contents: Iterable[bytes]) -> NDArray[np.int32]:

@@ -19,10 +19,10 @@ from hyper_parallel.core.expert_parallel.losses import collect_aux_losses
 from hyper_parallel.core.tensor_parallel.loss import loss_parallel
 from hyper_parallel.core.training import training_step
 from hyper_parallel.core.training.evaluation import evaluating
+from hyper_parallel.planning.roles import ROLES
 from hyper_parallel.platform import PlatformType, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.data import Corpus
-from hyper_parallel.recipe.roles import ROLES
 
 platform = get_platform()
 

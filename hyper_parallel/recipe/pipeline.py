@@ -30,7 +30,12 @@ from hyper_parallel.core.training import (
 from hyper_parallel.core.training.evaluation import evaluating
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.error_codes import coded
-from hyper_parallel.recipe.build import make_model, prepare_model, read_corpus
+from hyper_parallel.recipe.build import (
+    find_plan,
+    make_model,
+    prepare_model,
+    read_corpus,
+)
 from hyper_parallel.recipe.errors import Problem, RecipeError
 from hyper_parallel.recipe.job import Job, compute_loss, place_rows
 from hyper_parallel.recipe.pipeline_order import build_order
@@ -112,12 +117,14 @@ def build_pipeline(recipe: Recipe, mesh: DeviceMesh) -> PipelineJob:
     with nullcontext() if is_read else without_memory:
         model = make_model(recipe)
     _check_experts(model)
-    plan = _divide(recipe, model, order.stages)
+    found = find_plan(recipe, model, mesh) if recipe.finds_plan else None
+    plan = _divide(recipe, model, order.stages, found.last if found else ())
+    styles = found.styles if found else None
     plan.keep(model, own)
     if not is_read:
         platform.init_parameters(model, 0)
         platform.prepare_module(model, recipe.precision.parameters)
-    prepare_model(recipe, model, inner)
+    prepare_model(recipe, model, inner, styles)
     stages = build_stages(
         model,
         plan,
@@ -138,11 +145,18 @@ def build_pipeline(recipe: Recipe, mesh: DeviceMesh) -> PipelineJob:
     )
 
 
-def _divide(recipe: Recipe, model: Any, stages: int) -> StagePlan:
+def _divide(
+    recipe: Recipe, model: Any, stages: int, last: tuple[str, ...]
+) -> StagePlan:
+    """The stages; ``last``: what runs behind the blocks, where the recipe does not say so."""
     wanted = recipe.pipeline
     try:
         return plan_stages(
-            model, stages, begin=wanted.split, first=wanted.first, last=wanted.last
+            model,
+            stages,
+            begin=wanted.split,
+            first=wanted.first,
+            last=wanted.last or last,
         )
     except ValueError as error:
         raise RecipeError(recipe.path, [Problem("pipeline", str(error))]) from error

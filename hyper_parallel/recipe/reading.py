@@ -14,9 +14,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
+from hyper_parallel.planning.roles import ROLES
 from hyper_parallel.recipe.checks import combinations
 from hyper_parallel.recipe.errors import Problem, RecipeError
-from hyper_parallel.recipe.roles import ROLES
+from hyper_parallel.recipe.folders import read_folder
 from hyper_parallel.recipe.schema import Recipe, keys
 
 Keys = tuple[str | int, ...]  # from the whole to a value
@@ -31,9 +32,12 @@ def read_recipe(
     ``nproc``: the number of ranks, which the mesh must have; without it the mesh says how many there are.
     """
     path = Path(path)
-    values, places, problems = _parsed(path)
+    is_folder = (path / "config.json").is_file()
+    values, places, problems = _of_folder(path) if is_folder else _parsed(path)
     for override in overrides:
         problems += _override(values, places, override)
+    if is_folder:
+        _find_from_here(values)
     recipe, wrong = _validated(values)
     problems += wrong
     if recipe is not None:
@@ -57,6 +61,18 @@ def _touches(key: str, other: str) -> bool:
 
 
 # --- the file
+
+
+def _of_folder(path: Path) -> tuple[dict[str, Any], Places, list[Problem]]:
+    """The keys for a Hugging Face folder in the place of a recipe."""
+    return read_folder(path), {}, []
+
+
+def _find_from_here(values: dict[str, Any]) -> None:
+    """Has the text be relative to the current directory: there is no recipe to which it could be."""
+    data = values.get("data")
+    if isinstance(data, dict) and isinstance(data.get("text"), str):
+        data["text"] = str(Path(data["text"]).absolute())
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], Places, list[Problem]]:

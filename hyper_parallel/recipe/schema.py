@@ -21,7 +21,7 @@ from pydantic import (
     create_model,
 )
 
-from hyper_parallel.recipe.roles import (
+from hyper_parallel.planning.roles import (
     ROLES,
     find_elastic,
     select_axes,
@@ -153,8 +153,17 @@ def _named(value: Any) -> Any:
 
 
 class Plan(Part):
-    """How the model lies on the mesh: a function in a file, or styles by the names of modules."""
+    """How the model lies on the mesh: found for it, a function in a file, or styles by the names of modules."""
 
+    auto: bool = Field(
+        default=False,
+        description="whether a plan is found for the model, as `hyper-parallel plan` prints it; `plan: auto` is short "
+        "for this key, and a `huggingface` model needs neither",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="of such a plan: whether `tp` shards what is between the blocks along the sequence",
+    )
     file: Path | None = Field(
         default=None, description="Python file with the plan's function"
     )
@@ -169,6 +178,10 @@ class Plan(Part):
         default={},
         description="or: a style for each pattern of module names, as `blocks.*.mlp.up: colwise`",
     )
+
+
+def _by_word(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
 
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -404,7 +417,7 @@ class Recipe(Part):
     model: Model = Field(description="")
     data: Data = Field(description="")
     mesh: Mesh = Mesh()
-    plan: Plan = Plan()
+    plan: Annotated[Plan, BeforeValidator(_by_word)] = Plan()
     sharding: Sharding = Sharding()
     context: Context = Context()
     experts: Experts = Experts()
@@ -431,6 +444,13 @@ class Recipe(Part):
     def input_path(self, path: Path) -> Path:
         """A path that the recipe names for reading: relative ones are relative to the recipe."""
         return self._path.parent / path
+
+    @property
+    def finds_plan(self) -> bool:
+        """Whether a plan is found for the model: if that is asked for, or a Hugging Face model has none."""
+        plan = self.plan
+        has_none = plan.file is None and not plan.styles
+        return plan.auto or (has_none and self.model.huggingface is not None)
 
     @property
     def axes(self) -> dict[str, int]:

@@ -29,6 +29,7 @@ from hyper_parallel.core.distributed_checkpoint import (
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.core.dtensor.ledger import CommunicationLedger
 from hyper_parallel.core.expert_parallel import watch_experts
+from hyper_parallel.planning.roles import format_axes
 from hyper_parallel.platform import CommunicationError, get_platform
 from hyper_parallel.platform.error_codes import coded
 from hyper_parallel.recipe.build import build
@@ -36,7 +37,6 @@ from hyper_parallel.recipe.errors import Problem, RecipeError, ResumeError
 from hyper_parallel.recipe.experts import describe_load, has_experts, update_biases
 from hyper_parallel.recipe.job import Job
 from hyper_parallel.recipe.reporting import Reporter
-from hyper_parallel.recipe.roles import format_axes
 from hyper_parallel.recipe.schema import Optimizer, Precision, Recipe
 from hyper_parallel.recipe.stopping import StopSignal
 

@@ -86,6 +86,7 @@ LAYERS = {
     "6": ("ranks", "testing"),
     "7": ("recipe", "verification", "cli"),
     "8": ("core.context_parallel",),
+    "9": ("planning", "platform"),
 }
 
 # Public interfaces: every error that is raised there has a code, but for the modules named below.

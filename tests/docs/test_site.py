@@ -56,6 +56,7 @@ RANKS = {
     "saving": 2,
     "second-order": 2,
     "situations": 4,
+    "planning": 4,
 }
 ELSEWHERE = {
     "add-an-operator",
@@ -402,7 +403,7 @@ def commands():
 
     from hyper_parallel.cli import checkpoints, main  # noqa: F401
 
-    for name in ("doctor", "ops", "schedule", "train", "verify", "explain"):
+    for name in ("doctor", "ops", "plan", "schedule", "train", "verify", "explain"):
         if importlib.util.find_spec(f"hyper_parallel.cli.{name}"):
             importlib.import_module(f"hyper_parallel.cli.{name}")
     return typer.main.get_command(checkpoints.application)

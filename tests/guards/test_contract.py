@@ -16,6 +16,7 @@ from hyper_parallel.platform.contract import (
     external,
     memory,
     native,
+    planning,
     ranks,
     tensors,
 )
@@ -34,6 +35,7 @@ PARTS = [
     native.Native,
     activations.Activations,
     attention.Attention,
+    planning.Planning,
     external.External,
 ]
 

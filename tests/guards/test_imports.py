@@ -28,6 +28,7 @@ LAYERS = [
     ],
     ["hyper_parallel.core.training"],
     ["hyper_parallel.testing"],
+    ["hyper_parallel.planning"],
     ["hyper_parallel.recipe", "hyper_parallel.verification"],
     ["hyper_parallel.cli"],
 ]

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import hyper_parallel.cli.train  # noqa: F401 - it adds its command
 from hyper_parallel.cli.checkpoints import application
-from hyper_parallel.recipe import Recipe, RecipeError, read_recipe, roles
+from hyper_parallel.planning import roles
+from hyper_parallel.recipe import Recipe, RecipeError, read_recipe
 from hyper_parallel.recipe.data import Corpus, as_bytes, python_text, texts
 from hyper_parallel.recipe.schema import keys
 
@@ -144,7 +145,8 @@ def test_the_rows_of_a_rank_are_counted_over_all_axes_that_divide_them(monkeypat
 
 ANOTHER_ROLE = """
 import importlib, sys
-from hyper_parallel.recipe import checks, errors, reading, roles, schema
+from hyper_parallel.planning import roles
+from hyper_parallel.recipe import checks, errors, reading, schema
 
 rows = dict(roles.ROLES)
 own = roles.Role("ranks that share rows too", 1, 0, False, roles._replicate)

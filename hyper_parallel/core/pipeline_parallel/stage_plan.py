@@ -93,7 +93,7 @@ def plan_stages(
     without it, what `count_costs` says. ``first``, ``last``: patterns of modules that the first and the last stage run.
     The names of the blocks are those of the plan that `transformers` models carry, or the largest list of modules.
     """
-    blocks = _choose_blocks(model, begin)
+    blocks = choose_blocks(model, begin)
     if not isinstance(stages, int) or not 1 <= stages <= len(blocks):
         raise coded(
             ValueError,
@@ -123,7 +123,8 @@ def plan_stages(
 # --- blocks, and what is beside them
 
 
-def _choose_blocks(model: Any, begin: Sequence[str] | None) -> list[str]:
+def choose_blocks(model: Any, begin: Sequence[str] | None = None) -> list[str]:
+    """The names of the blocks between which a model is divided."""
     modules = dict(platform.get_cells_and_names(model))
     if begin:
         unknown = [name for name in begin if name not in modules]

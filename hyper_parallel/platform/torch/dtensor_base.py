@@ -252,6 +252,9 @@ class DTensorBase(SavedInChunks, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             _set_data_of_wrapper(self, self._twin(self._local))
 
+    def _set_requires_grad(self, value: bool) -> None:
+        self._require_grad(value)
+
     def _require_grad(self, requires_grad: bool = True) -> DTensorBase:
         self._local.requires_grad_(requires_grad)
         self._spec = None
@@ -569,9 +572,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     _property("grad").__delete__: lambda tensor: tensor._set_gradient(None),
     _property("grad").__get__: DTensorBase._gradient,
     _property("grad").__set__: DTensorBase._set_gradient,
-    _property("requires_grad").__set__: lambda tensor, value: (
-        tensor._require_grad(value) and None
-    ),
+    _property("requires_grad").__set__: DTensorBase._set_requires_grad,
     _property("shape").__get__: lambda tensor: tensor._shape,
     torch.Tensor.__len__: lambda tensor: tensor._shape[0],
     torch.Tensor.__format__: lambda tensor, spec: (

@@ -16,7 +16,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.random import as_one_device
-from hyper_parallel.core.shard.arguments import replicated
+from hyper_parallel.core.shard.arguments import replicated, tensors_in
 from hyper_parallel.core.shard.ops.operator import RuleForCall, operator
 from hyper_parallel.core.shard.ops.views import ints
 from hyper_parallel.core.shard.rule import Rule, move
@@ -235,13 +235,21 @@ for _count in (2, 3):
 # --- other sizes
 
 
-def _interpolate(mode: str, scale_factor: Any, **more: Any) -> Any:
+def _interpolate(mode: str, size: Any, scale_factor: Any, **more: Any) -> Any:
+    if next(tensors_in(size), None) is not None:
+        return _interpolate_to_numbers
     if inexact(scale_factor):
         return _interpolate_exactly
     carries = REDUCE_OPS if mode.startswith("nearest") else SUMS
     return windowed("interpolate", None, carries)(
-        mode=mode, scale_factor=scale_factor, **more
+        mode=mode, size=size, scale_factor=scale_factor, **more
     )
+
+
+def _interpolate_to_numbers(size: Any, **more: Any) -> Any:
+    """With sizes that are read from tensors."""
+    numbers = platform.tree_map(int, size)
+    return call("interpolate")(size=numbers, **more)
 
 
 def _interpolate_exactly(scale_factor: Any, **more: Any) -> Any:
