@@ -20,7 +20,7 @@ from hyper_parallel.platform.errors import CommunicationError
 HYPER_PARALLEL_CHECK_ORDER = "HYPER_PARALLEL_CHECK_ORDER"
 
 # Which unit of fully_shard a collective is for.
-_UNIT = re.compile(r", number \d+")
+_UNIT = r", number \d+"
 
 # More collectives than any program issues.
 ALL = 1 << 62
@@ -74,7 +74,7 @@ def parted(
 
 def _remedy(issued: Mapping[int, str]) -> str:
     calls = {one.partition(" at ")[0] for one in issued.values()}
-    if len({_UNIT.sub("", call) for call in calls}) < len(calls):
+    if len({re.sub(_UNIT, "", call) for call in calls}) < len(calls):
         return (
             "here the numbers differ, which are those of fully_shard units. Wrap and run the same units in the same "
             "order on all ranks; with set_reduce_scatter_unused_params(True), ranks whose loss does not depend on a "

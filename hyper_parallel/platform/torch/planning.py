@@ -15,13 +15,13 @@ from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.platform.platform import Platform
+from hyper_parallel.platform.contract.planning import Planning
 
 _MOST_RANKS = 1 << 20
 Listener = Callable[[str, tuple[Any, ...], Any], None]
 
 
-class PlanningOnMeta(Platform):
+class PlanningOnMeta(Planning):
     """The part of the contract that is about planning."""
 
     def copy_without_data(self, module: Any) -> Any:
@@ -134,9 +134,9 @@ class _Done:
 
 
 @contextlib.contextmanager
-def _simulate(platform: Platform) -> Iterator[None]:
+def _simulate(platform: Any) -> Iterator[None]:
     # Modules keep the platform from when they were imported, so the object itself becomes another for a while.
-    kind = type(platform)
+    kind: Any = platform.__class__
     platform.__class__ = _simulated(kind)
     try:
         with torch.device("meta"), _GuessTruth(), _GuessNumbers(), _all_count():
