@@ -87,7 +87,7 @@ Small models of `transformers`, unchanged, with weights drawn at random, by the 
 
 *Source*: `own` is the plan that the model carries, `derived` is found by dry runs. *Collectives*: those of one block,
 forward and backward, on `tp=2`. *Megatron*: the all-reduces of a block that is written by hand, one for each row-wise
-layer and direction. The columns after it are meshes: `+` is right, `R` refused, `-` not applicable.
+layer and direction. Those of experts, which depend on the tokens, are not counted. The columns after it are meshes: `+` is right, `R` refused, `-` not applicable.
 """
 
 
@@ -159,6 +159,8 @@ def _shorten(cost: str) -> str:
         "reduce_scatter_tensor": "RS",
         "all_to_all_single": "A2A",
     }
+    experts = ", experts" if cost.endswith(" and experts") else ""
+    cost = cost.removesuffix(" and experts")
     for long, short in words.items():
         cost = cost.replace(long, short)
     passes = []
@@ -169,7 +171,7 @@ def _shorten(cost: str) -> str:
             if part.endswith(way)
         ]
         passes.append(" ".join(found) or "0")
-    return " + ".join(passes)
+    return " + ".join(passes) + experts
 
 
 def _find_refused(known: Mapping[str, Any]) -> Iterator[str]:

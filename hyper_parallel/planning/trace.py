@@ -9,6 +9,7 @@ trace.links["transformer.h.0.attn.c_attn"].sections       3: its output is split
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -260,8 +261,11 @@ def find_experts(model: Any) -> dict[str, Any]:
 
 
 def _takes_tokens(module: Any) -> bool:
+    """Whether its weights are those of the same experts, and it is told which of them each token has chosen."""
     weights = [one for _, one in platform.own_tensors(module) if len(one.shape) == 3]
-    return len(weights) > 1 and len({int(one.shape[0]) for one in weights}) == 1
+    is_alike = len({int(one.shape[0]) for one in weights}) == 1
+    arguments = inspect.signature(platform.get_cell_construct(module)).parameters
+    return len(weights) > 1 and is_alike and len(arguments) > 1
 
 
 def without_experts(model: Any) -> Any:

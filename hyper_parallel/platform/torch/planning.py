@@ -81,6 +81,10 @@ class _GuessNumbers(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             kinds = (args[0].is_floating_point(), args[0].dtype is torch.bool)
             return {(True, False): 1.0, (False, True): True}.get(kinds, 1)
+        if func is torch.ops.aten._unique2.default:  # all values are different
+            values = args[0].reshape(-1)
+            places = values.new_empty(args[0].shape, dtype=torch.int64)
+            return values.clone(), places, torch.empty_like(values, dtype=torch.int64)
         return func(*args, **(kwargs or {}))
 
 
