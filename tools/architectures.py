@@ -86,8 +86,9 @@ Small models of `transformers`, unchanged, with weights drawn at random, by the 
 {summary}
 
 *Source*: `own` is the plan that the model carries, `derived` is found by dry runs. *Collectives*: those of one block,
-forward and backward, on `tp=2`. *Megatron*: the all-reduces of a block that is written by hand, one for each row-wise
-layer and direction. Those of experts, which depend on the tokens, are not counted. The columns after it are meshes: `+` is right, `R` refused, `-` not applicable.
+forward and backward, on `tp=2`; those of experts, which depend on the tokens, are not counted. *Megatron*: the
+all-reduces of a block that is written by hand, one for each row-wise layer and direction. The columns after it are
+meshes: `+` is right, `R` refused, `-` not applicable.
 """
 
 

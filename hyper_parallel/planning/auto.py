@@ -11,7 +11,7 @@ it need not, are planned by a forward on tensors without data. Blocks that are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -28,6 +28,7 @@ from hyper_parallel.planning.samples import find_samples
 from hyper_parallel.planning.search import Block, Choice, NotMeasuredError, derive
 from hyper_parallel.planning.sizes import count_bytes
 from hyper_parallel.planning.trace import (
+    Link,
     Trace,
     trace_forward,
     without_experts,
@@ -187,28 +188,17 @@ class _Finder:
         traced = [name for name in names if name in trace.calls]
         # The last one: the input of the first may need no gradient, which others send.
         sample = traced[-1] if traced else names[0]
-        links = {
-            name.removeprefix(f"{sample}."): link
-            for name, link in trace.links.items()
-            if name.startswith(f"{sample}.")
-        }
-        for link in links.values():
-            link.before = frozenset(
-                one.removeprefix(f"{sample}.") for one in link.before
-            )
-        for name, module in platform.get_cells_and_names(units[sample]):
-            projection = platform.projection(module)
-            if projection is None or name in links:
-                continue
-            is_linear = projection.kind == "linear"
-            reason = "forward does not reach it" if is_linear else projection.kind
+        links = self._find_links(trace, units[sample], sample, is_traced=bool(traced))
+        for name, reason in _explain_others(units[sample], links):
             for unit in names:
-                path = f"{unit}.{name}" if name else unit
-                sources[path] = f"replicated: {reason}"
+                sources[f"{unit}.{name}" if name else unit] = f"replicated: {reason}"
         if not links:
             return
-        block = Block(units[sample], links, trace.calls[sample], mesh)
-        choice, source = self._choose(block, sample)
+        block = Block(units[sample], links, trace.calls.get(sample, ((), {})), mesh)
+        if traced:
+            choice, source = self._choose(block, sample)
+        else:
+            choice, source = block.guess(_own_choice(block, sample, self._own)[0]), _OWN
         found = block.styles(choice.kinds)
         for unit in names:
             for name in choice.kinds:
@@ -217,8 +207,29 @@ class _Finder:
                     styles[path], sources[path] = found[name], source
                 else:
                     sources[path] = f"replicated: {choice.reasons.get(name, source)}"
-        for pattern in to_patterns(list(names), list(self._modules)):
-            costs[pattern] = choice.cost
+        if traced:
+            for pattern in to_patterns(list(names), list(self._modules)):
+                costs[pattern] = choice.cost
+
+    def _find_links(
+        self, trace: Trace, unit: Any, sample: str, *, is_traced: bool
+    ) -> dict[str, Link]:
+        """The projections of a block by their names in it; without a trace those of the model's own plan."""
+        prefix = f"{sample}."
+        if not is_traced:
+            return {
+                name: Link()
+                for name, _ in platform.get_cells_and_names(unit)
+                if prefix + name in self._own.kinds
+            }
+        links = {
+            name.removeprefix(prefix): link
+            for name, link in trace.links.items()
+            if name.startswith(prefix)
+        }
+        for link in links.values():
+            link.before = frozenset(one.removeprefix(prefix) for one in link.before)
+        return links
 
     def _choose(self, block: Block, unit: str) -> tuple[Choice, str]:
         """The model's own plan for a block if it communicates no more than need be, else the derived one."""
@@ -261,6 +272,15 @@ class _Finder:
                 entry = Entry(pattern, style, sources[matched[0]], whole, held)
                 found.append((in_order.index(matched[0]), entry))
         return tuple(entry for _, entry in sorted(found, key=lambda pair: pair[0]))
+
+
+def _explain_others(unit: Any, links: Mapping[str, Link]) -> Iterator[tuple[str, str]]:
+    """The projections of a block that are not planned, and why."""
+    for name, module in platform.get_cells_and_names(unit):
+        projection = platform.projection(module)
+        if projection is not None and name not in links:
+            is_linear = projection.kind == "linear"
+            yield name, "forward does not reach it" if is_linear else projection.kind
 
 
 def _quieten(model: Any) -> None:

@@ -26,6 +26,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.cli.checkpoints import application
 from hyper_parallel.core.shard.sharding_plan import matching
+from hyper_parallel.planning import auto as planning
 from hyper_parallel.planning import search
 from hyper_parallel.planning.own import read_own_plan
 from hyper_parallel.planning.units import to_patterns
@@ -254,6 +255,18 @@ def test_a_plan_is_saved_edited_and_loaded(tmp_path):
     assert plan.styles.keys() - ParallelPlan.load(path).styles.keys() == {"lm_head"}
 
 
+def test_a_saved_plan_is_that_of_a_recipe_of_either_framework(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    plan = auto_plan(llama(), mesh_of(tp=2))
+    plan.save(path)
+    (tmp_path / "model.py").write_text("class Net: ...")
+    more = "steps: 1\nmodel: {file: model.py, class: Net}\ndata: {corpus: python}\n"
+    path.write_text(path.read_text() + more)
+    for framework in ("torch", "mindspore"):
+        recipe = read_recipe(path, [f"framework={framework}"])
+        assert recipe.plan.styles.keys() == plan.styles.keys()
+
+
 @pytest.mark.parametrize("text", ["plan: [", "plan: 3", "other: {}", "- 1"])
 def test_a_file_that_is_no_plan_is_refused(text, tmp_path):
     path = tmp_path / "plan.yaml"
@@ -295,6 +308,19 @@ def test_fewer_heads_of_keys_than_ranks_are_replicated():
     for name in "kv":
         reason = reasons[f"model.layers.*.self_attn.{name}_proj"]
         assert reason == "replicated: 2 heads cannot be shared by 4 ranks"
+
+
+def test_the_models_own_plan_serves_where_nothing_can_be_traced(monkeypatch):
+    monkeypatch.setattr(planning, "find_samples", lambda _: [])
+    plan = auto_plan(make_model("llama"), mesh_of(tp=2))
+    assert plan.styles["model.layers.*.self_attn.q_proj"] == ColwiseParallel()
+    assert plan.costs == {}
+    [note] = plan.notes
+    assert "no inputs are known for it; give inputs=" in note
+    plan = auto_plan(make_model("gpt2"), mesh_of(tp=2))
+    reasons = {entry.pattern: entry.source for entry in plan.entries}
+    reason = "replicated: forward does not reach it"
+    assert reasons["transformer.h.*.attn.c_attn"] == reason
 
 
 def test_what_is_unknown_in_the_models_own_plan_is_told():
