@@ -12,6 +12,7 @@ it need not, are planned by a forward on tensors without data. Blocks that are a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
@@ -91,6 +92,21 @@ def _find_stages(
     return tuple(blocks[blocks.index(end) + 1] for end in ends[:-1]), last
 
 
+@dataclass
+class _Found:
+    """What is found: styles and sources by the names of modules, and the costs of blocks by pattern."""
+
+    styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    def add(self, name: str, style: ParallelStyle | None, source: str) -> None:
+        """Notes how a module lies; None: it is replicated."""
+        self.sources[name] = source
+        if style is not None:
+            self.styles[name] = style
+
+
 class _Finder:
     """The search for one model."""
 
@@ -122,39 +138,26 @@ class _Finder:
         self, sequence_parallel: bool
     ) -> tuple[tuple[Entry, ...], dict[str, Cost]]:
         """The entries of the plan, and the costs of its blocks."""
-        styles: dict[str, ParallelStyle] = {}
-        sources: dict[str, str] = {}
-        costs: dict[str, Cost] = {}
-        experts = plan_experts(self._model, self._axes)
-        for name, (style, source) in experts.items():
-            sources[name] = source
-            if style is not None:
-                styles[name] = style
+        found = _Found()
+        for name, planned in plan_experts(self._model, self._axes).items():
+            found.add(name, *planned)
         ranks = max(self._axes.get(name, 1) for name in ("tp", "pp"))
         model = without_experts(platform.copy_without_data(self._model))
         units = find_units(model)
         trace = self._trace(model, list(units)) if ranks > 1 else Trace({}, {})
         if self._axes.get("tp", 1) > 1:
-            self._find_tensor_parallel(units, trace, styles, sources, costs)
+            self._find_tensor_parallel(units, trace, found)
             if sequence_parallel:
-                _shard_between(styles)
-        return self._entries(styles, sources), costs
+                _shard_between(found.styles)
+        return self._entries(found.styles, found.sources), found.costs
 
     def _find_tensor_parallel(
-        self,
-        units: Mapping[str, Any],
-        trace: Trace,
-        styles: dict[str, ParallelStyle],
-        sources: dict[str, str],
-        costs: dict[str, Cost],
+        self, units: Mapping[str, Any], trace: Trace, found: _Found
     ) -> None:
-        mesh = DeviceMesh("cpu", list(range(self._axes["tp"])), mesh_dim_names=("tp",))
         for names in group_units(units):
-            self._plan_group(names, units, trace, mesh, styles, sources, costs)
-        for name, (style, source) in plan_around(self._model, list(units)).items():
-            sources[name] = source
-            if style is not None:
-                styles[name] = style
+            self._plan_group(names, units, trace, found)
+        for name, planned in plan_around(self._model, list(units)).items():
+            found.add(name, *planned)
 
     def _trace(self, model: Any, units: Sequence[str]) -> Trace:
         """What the first inputs show for which the model runs."""
@@ -179,10 +182,7 @@ class _Finder:
         names: Sequence[str],
         units: Mapping[str, Any],
         trace: Trace,
-        mesh: DeviceMesh,
-        styles: dict[str, ParallelStyle],
-        sources: dict[str, str],
-        costs: dict[str, Cost],
+        found: _Found,
     ) -> None:
         """Plans one of several units that are alike, and gives the others the same styles."""
         traced = [name for name in names if name in trace.calls]
@@ -191,25 +191,24 @@ class _Finder:
         links = self._find_links(trace, units[sample], sample, is_traced=bool(traced))
         for name, reason in _explain_others(units[sample], links):
             for unit in names:
-                sources[f"{unit}.{name}" if name else unit] = f"replicated: {reason}"
+                path = f"{unit}.{name}" if name else unit
+                found.add(path, None, f"replicated: {reason}")
         if not links:
             return
+        mesh = DeviceMesh("cpu", list(range(self._axes["tp"])), mesh_dim_names=("tp",))
         block = Block(units[sample], links, trace.calls.get(sample, ((), {})), mesh)
         if traced:
             choice, source = self._choose(block, sample)
+            for pattern in to_patterns(list(names), list(self._modules)):
+                found.costs[pattern] = choice.cost
         else:
             choice, source = block.guess(_own_choice(block, sample, self._own)[0]), _OWN
-        found = block.styles(choice.kinds)
-        for unit in names:
-            for name in choice.kinds:
-                path = f"{unit}.{name}"
-                if name in found:
-                    styles[path], sources[path] = found[name], source
-                else:
-                    sources[path] = f"replicated: {choice.reasons.get(name, source)}"
-        if traced:
-            for pattern in to_patterns(list(names), list(self._modules)):
-                costs[pattern] = choice.cost
+        styles = block.styles(choice.kinds)
+        for name in choice.kinds:
+            style = styles.get(name)
+            reason = f"replicated: {choice.reasons.get(name, source)}"
+            for unit in names:
+                found.add(f"{unit}.{name}", style, reason if style is None else source)
 
     def _find_links(
         self, trace: Trace, unit: Any, sample: str, *, is_traced: bool

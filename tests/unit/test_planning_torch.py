@@ -32,7 +32,8 @@ from hyper_parallel.planning.own import read_own_plan
 from hyper_parallel.planning.units import to_patterns
 from hyper_parallel.platform.error_codes import code_of
 from hyper_parallel.recipe import RecipeError, read_recipe
-from tools.architecture_models import make_config, make_model
+from tools import architectures
+from tools.architecture_models import ARCHITECTURES, make_config, make_model
 
 TP = ["llama", "qwen3", "gemma3", "phi", "gpt_neox", "phi3", "cohere", "starcoder2", "olmo2", "glm"]  # fmt: skip
 
@@ -395,3 +396,18 @@ def test_what_a_folder_forbids_is_told_before_any_rank_starts(folder):
     assert "needs code of the folder" in problems(folder, "data.tokens=bytes")
     change(folder, quantization_config={"bits": 4})
     assert "quantised" in problems(folder, "data.tokens=bytes")
+
+
+def test_the_page_of_architectures_has_all_of_them():
+    lines = architectures.PAGE.read_text().splitlines()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    assert ARCHITECTURES.keys() <= rows.keys()
+    assert not any("**" in rows[name] for name in ARCHITECTURES), "wrong or crashed"
+    assert set(architectures.TRAINED) <= ARCHITECTURES.keys()
+
+
+def test_control_a_wrong_architecture_is_shown():
+    wrong = {"verdict": "wrong", "text": "gradient of x: 3 is not 4"}
+    page = architectures.write_page({"bert": {"tp=2": wrong}})
+    assert "| **wrong** |" in page
+    assert "- `bert` on tp=2: gradient of x: 3 is not 4" in page
