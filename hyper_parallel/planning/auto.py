@@ -36,6 +36,7 @@ from hyper_parallel.planning.trace import (
 )
 from hyper_parallel.planning.units import find_units, group_units, to_patterns
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import code_of, coded, without_hint
 
 platform = get_platform()
 _OWN, _DERIVED = "model's own", "derived"
@@ -154,6 +155,10 @@ class _Finder:
     def _find_tensor_parallel(
         self, units: Mapping[str, Any], trace: Trace, found: _Found
     ) -> None:
+        if not units:
+            self.notes.append(
+                "the model has no list of blocks, in which layers are planned"
+            )
         for names in group_units(units):
             self._plan_group(names, units, trace, found)
         for name, planned in plan_around(self._model, list(units)).items():
@@ -236,6 +241,7 @@ class _Finder:
         try:
             return self._measure(block, own, reasons)
         except NotMeasuredError as error:
+            _refuse_lost_graph(unit, error)
             self.notes.append(f"{unit} cannot be measured without data: {error}")
             return block.guess(own), _OWN if own is not None else _DERIVED
 
@@ -274,12 +280,28 @@ class _Finder:
 
 
 def _explain_others(unit: Any, links: Mapping[str, Link]) -> Iterator[tuple[str, str]]:
-    """The projections of a block that are not planned, and why."""
+    """The modules of a block that have matrices and are not planned, and why."""
     for name, module in platform.get_cells_and_names(unit):
         projection = platform.projection(module)
-        if projection is not None and name not in links:
+        own = [tensor for _, tensor in platform.own_tensors(module)]
+        if name in links or not any(len(tensor.shape) > 1 for tensor in own):
+            continue
+        if projection is None:
+            yield name, "its weights are not those of a linear layer"
+        else:
             is_linear = projection.kind == "linear"
             yield name, "forward does not reach it" if is_linear else projection.kind
+
+
+def _refuse_lost_graph(unit: str, error: NotMeasuredError) -> None:
+    """Raises at once what the first training step would raise on every rank."""
+    cause = error.__cause__
+    if cause is not None and code_of(cause) == "HP309":
+        raise coded(
+            ValueError,
+            "HP903",
+            f"auto_plan: {unit} cannot be trained on several ranks: {without_hint(cause)}",
+        ) from cause
 
 
 def _quieten(model: Any) -> None:

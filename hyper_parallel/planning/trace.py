@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ platform = get_platform()
 _VIEWS = frozenset({"view", "reshape", "unflatten"})
 _SPLITS = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 _MOVES = frozenset({"transpose", "permute", "swapaxes"})
+# What modules with experts call their second argument: top_k_index, router_indices, tokens_per_expert, ...
+_CHOICE = re.compile("expert|top_k|rout|count|ind")
 _MOST_SECTIONS = 4
 
 
@@ -274,8 +277,9 @@ def _takes_tokens(module: Any) -> bool:
     """Whether its weights are those of the same experts, and it is told which of them each token has chosen."""
     weights = [one for _, one in platform.own_tensors(module) if len(one.shape) == 3]
     is_alike = len({int(one.shape[0]) for one in weights}) == 1
-    arguments = inspect.signature(platform.get_cell_construct(module)).parameters
-    return len(weights) > 1 and is_alike and len(arguments) > 1
+    arguments = list(inspect.signature(platform.get_cell_construct(module)).parameters)
+    is_told = len(arguments) > 1 and _CHOICE.search(arguments[1]) is not None
+    return len(weights) > 1 and is_alike and is_told
 
 
 def without_experts(model: Any) -> Any:

@@ -29,6 +29,7 @@ from hyper_parallel.core.shard.sharding_plan import matching
 from hyper_parallel.planning import auto as planning
 from hyper_parallel.planning import search
 from hyper_parallel.planning.own import read_own_plan
+from hyper_parallel.planning.trace import find_experts
 from hyper_parallel.planning.units import to_patterns
 from hyper_parallel.platform.error_codes import code_of
 from hyper_parallel.recipe import RecipeError, read_recipe
@@ -180,6 +181,35 @@ def test_experts_are_shared_whole_on_ep_and_in_parts_on_tp():
         auto_plan(model, mesh_of(ep=3))
 
 
+class Attention(nn.Module):
+    """Weights with three dims, but those of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (nn.Parameter(torch.zeros(16, 4, 4)) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        del mask
+        return torch.einsum("bsd,dhe,tdf->bsd", x, self.q, self.k.view(4, 16, 4))
+
+
+def test_weights_with_three_dims_are_not_always_those_of_experts():
+    model = Stack(Attention(), Attention())
+    assert find_experts(model) == {}
+    x = torch.zeros(2, 8, 16)
+    [entry] = auto_plan(model, mesh_of(tp=2), inputs={"x": x}).entries
+    assert entry.source == "replicated: its weights are not those of a linear layer"
+    assert entry.held == entry.whole == 4 * 16 * 16 * 4
+    assert len(find_experts(make_model("mixtral"))) == 2
+    assert len(find_experts(make_model("gpt_oss"))) == 2
+
+
+def test_a_model_without_blocks_is_told():
+    plan = auto_plan(Fused("split"), mesh_of(tp=2), inputs={"x": torch.zeros(2, 8, 16)})
+    assert plan.notes == ("the model has no list of blocks, in which layers are planned",)  # fmt: skip
+    assert plan.styles == {}
+
+
 def test_stages_units_and_bytes():
     model = llama()
     plan = auto_plan(model, mesh_of(pp=2, dp_shard=2, tp=2))
@@ -301,6 +331,11 @@ def test_meshes_and_models_without_a_plan_are_refused_at_once():
     refuse(model, "HP904", "axis 'x' has no role", x=2)
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     refuse(model, "HP903", "quantised", tp=2)
+
+
+def test_a_function_through_which_no_gradient_would_flow_is_refused_at_once():
+    match = r"transformer.h.1 cannot be trained on several ranks: .* autograd function"
+    refuse(make_model("bloom"), "HP903", match, tp=2)
 
 
 def test_fewer_heads_of_keys_than_ranks_are_replicated():
