@@ -177,13 +177,12 @@ def _shorten(cost: str) -> str:
 
 def _find_refused(known: Mapping[str, Any]) -> Iterator[str]:
     for name, cases in known.items():
-        texts = {
-            outcome["text"]: case
-            for case, outcome in cases.items()
-            if outcome["verdict"] != "right"
-        }
-        for text, case in texts.items():
-            yield f"- `{name}` on {case}: {text}"
+        texts: dict[str, list[str]] = {}
+        for case, outcome in cases.items():
+            if outcome["verdict"] != "right":
+                texts.setdefault(outcome["text"], []).append(case)
+        for text, where in texts.items():
+            yield f"- `{name}` on {'; '.join(where)}: {text}"
         for note in cases.get("tp=2", {}).get("notes", ()):
             if "cannot be" in note:
                 yield f"- `{name}`: {note.split('. ')[0]}"
