@@ -18,6 +18,7 @@ from typing import Any
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.modules.style import ParallelStyle
+from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.tensor_parallel.style import RowwiseParallel
 from hyper_parallel.planning.around import plan_around
 from hyper_parallel.planning.dry_run import Cost
@@ -36,7 +37,7 @@ from hyper_parallel.planning.trace import (
 )
 from hyper_parallel.planning.units import find_units, group_units, to_patterns
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.error_codes import code_of, coded, without_hint
+from hyper_parallel.platform.error_codes import coded, without_hint
 
 platform = get_platform()
 _OWN, _DERIVED = "model's own", "derived"
@@ -241,7 +242,7 @@ class _Finder:
         try:
             return self._measure(block, own, reasons)
         except NotMeasuredError as error:
-            _refuse_lost_graph(unit, error)
+            _refuse_if_never_run(block, unit)
             self.notes.append(f"{unit} cannot be measured without data: {error}")
             return block.guess(own), _OWN if own is not None else _DERIVED
 
@@ -293,15 +294,18 @@ def _explain_others(unit: Any, links: Mapping[str, Link]) -> Iterator[tuple[str,
             yield name, "forward does not reach it" if is_linear else projection.kind
 
 
-def _refuse_lost_graph(unit: str, error: NotMeasuredError) -> None:
-    """Raises at once what the first training step would raise on every rank."""
-    cause = error.__cause__
-    if cause is not None and code_of(cause) == "HP309":
-        raise coded(
-            ValueError,
-            "HP903",
-            f"auto_plan: {unit} cannot be trained on several ranks: {without_hint(cause)}",
-        ) from cause
+def _refuse_if_never_run(block: Block, unit: str) -> None:
+    """Raises at once what the first training step would raise on every rank, however the block lies."""
+    try:
+        block.cost(dict.fromkeys(block.links, Kind.WHOLE))
+    except NotMeasuredError as error:
+        cause = error.__cause__
+        if isinstance(cause, OperatorError):
+            raise coded(
+                ValueError,
+                "HP903",
+                f"auto_plan: {unit} cannot be trained on several ranks: {without_hint(cause)}",
+            ) from cause
 
 
 def _quieten(model: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on torch's meta device, and a platform whose collectives only count."""
+"""Models on the meta device, and a platform whose collectives only count; imported when a model is planned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,18 +20,10 @@ _MOST_RANKS = 1 << 20
 Listener = Callable[[str, tuple[Any, ...], Any], None]
 
 
-class PlanningOnMeta(Platform):
-    """The part of the contract that is about planning."""
-
-    def copy_without_data(self, module: Any) -> Any:
-        with _CopyToMeta():
-            return copy.deepcopy(module)
-
-    def simulate_ranks(self) -> AbstractContextManager[None]:
-        return _simulate(self)
-
-    def listen_to_functions(self, listener: Listener) -> AbstractContextManager[None]:
-        return _Listening(self, listener)
+def copy_without_data(module: Any) -> Any:
+    """A copy of a module on the meta device."""
+    with _CopyToMeta():
+        return copy.deepcopy(module)
 
 
 class _CopyToMeta(TorchFunctionMode):
@@ -100,7 +91,9 @@ def _all_count() -> Iterator[None]:
         setattr(fx_config, name, before)
 
 
-class _Listening(TorchFunctionMode):
+class Listening(TorchFunctionMode):
+    """Tells a listener of every function."""
+
     def __init__(self, platform: Any, listener: Listener) -> None:
         super().__init__()
         self._platform, self._listener = platform, listener
@@ -138,7 +131,8 @@ class _Done:
 
 
 @contextlib.contextmanager
-def _simulate(platform: Platform) -> Iterator[None]:
+def simulate(platform: Platform) -> Iterator[None]:
+    """This process as rank 0 of any mesh, where new tensors have no data."""
     # Modules keep the platform from when they were imported, so the object itself becomes another for a while.
     kind = type(platform)
     platform.__class__ = _simulated(kind)
