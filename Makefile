@@ -86,7 +86,7 @@ operators: $(STAMP)  ## sweeps over all operators of torch and writes docs/opera
 programs: $(STAMP)  ## runs 10,000 random programs on distributed tensors and writes docs/programs.md: half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.programs --count 10000 --page
 
-architectures: $(STAMP)  ## trains small models of 56 architectures by `auto_plan` and writes docs/architectures.md: half an hour
+architectures: $(STAMP)  ## compares small models of all architectures with one process by `auto_plan` and writes docs/architectures.md: a quarter of an hour
 	rm -f build/architectures.json
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.architectures --page
 

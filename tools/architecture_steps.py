@@ -95,7 +95,11 @@ def _compare(name: str, axes: Axes, sequence_parallel: bool) -> Outcome:
 
 def _tell(plan: ParallelPlan) -> Outcome:
     """That all is right, and the plan's facts for the page."""
-    costs = {pattern: format_cost(cost) for pattern, cost in plan.costs.items()}
+    costs = {
+        pattern: format_cost(cost)
+        + (" and experts" if plan.has_experts(pattern) else "")
+        for pattern, cost in plan.costs.items()
+    }
     rows = {pattern: _count_sums(plan, pattern) for pattern in costs}
     return Outcome("right", "", plan.sources, costs, rows, plan.notes)
 

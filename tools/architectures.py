@@ -86,8 +86,9 @@ Small models of `transformers`, unchanged, with weights drawn at random, by the 
 {summary}
 
 *Source*: `own` is the plan that the model carries, `derived` is found by dry runs. *Collectives*: those of one block,
-forward and backward, on `tp=2`. *Megatron*: the all-reduces of a block that is written by hand, one for each row-wise
-layer and direction. The columns after it are meshes: `+` is right, `R` refused, `-` not applicable.
+forward and backward, on `tp=2`; those of experts, which depend on the tokens, are not counted. *Megatron*: the
+all-reduces of a block that is written by hand, one for each row-wise layer and direction. The columns after it are
+meshes: `+` is right, `R` refused, `-` not applicable.
 """
 
 
@@ -159,6 +160,8 @@ def _shorten(cost: str) -> str:
         "reduce_scatter_tensor": "RS",
         "all_to_all_single": "A2A",
     }
+    experts = ", experts" if cost.endswith(" and experts") else ""
+    cost = cost.removesuffix(" and experts")
     for long, short in words.items():
         cost = cost.replace(long, short)
     passes = []
@@ -169,18 +172,17 @@ def _shorten(cost: str) -> str:
             if part.endswith(way)
         ]
         passes.append(" ".join(found) or "0")
-    return " + ".join(passes)
+    return " + ".join(passes) + experts
 
 
 def _find_refused(known: Mapping[str, Any]) -> Iterator[str]:
     for name, cases in known.items():
-        texts = {
-            outcome["text"]: case
-            for case, outcome in cases.items()
-            if outcome["verdict"] != "right"
-        }
-        for text, case in texts.items():
-            yield f"- `{name}` on {case}: {text}"
+        texts: dict[str, list[str]] = {}
+        for case, outcome in cases.items():
+            if outcome["verdict"] != "right":
+                texts.setdefault(outcome["text"], []).append(case)
+        for text, where in texts.items():
+            yield f"- `{name}` on {'; '.join(where)}: {text}"
         for note in cases.get("tp=2", {}).get("notes", ()):
             if "cannot be" in note:
                 yield f"- `{name}`: {note.split('. ')[0]}"

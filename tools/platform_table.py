@@ -28,7 +28,6 @@ PARTS = (
     "native",
     "activations",
     "attention",
-    "planning",
     "external",
 )
 BACKENDS = {

@@ -11,12 +11,14 @@ it need not, are planned by a forward on tensors without data. Blocks that are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.dtensor.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.placement_types import Shard
 from hyper_parallel.core.modules.style import ParallelStyle
+from hyper_parallel.core.shard.arguments import OperatorError
 from hyper_parallel.core.tensor_parallel.style import RowwiseParallel
 from hyper_parallel.planning.around import plan_around
 from hyper_parallel.planning.dry_run import Cost
@@ -28,12 +30,14 @@ from hyper_parallel.planning.samples import find_samples
 from hyper_parallel.planning.search import Block, Choice, NotMeasuredError, derive
 from hyper_parallel.planning.sizes import count_bytes
 from hyper_parallel.planning.trace import (
+    Link,
     Trace,
     trace_forward,
     without_experts,
 )
 from hyper_parallel.planning.units import find_units, group_units, to_patterns
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.error_codes import coded, without_hint
 
 platform = get_platform()
 _OWN, _DERIVED = "model's own", "derived"
@@ -90,6 +94,21 @@ def _find_stages(
     return tuple(blocks[blocks.index(end) + 1] for end in ends[:-1]), last
 
 
+@dataclass
+class _Found:
+    """What is found: styles and sources by the names of modules, and the costs of blocks by pattern."""
+
+    styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    def add(self, name: str, style: ParallelStyle | None, source: str) -> None:
+        """Notes how a module lies; None: it is replicated."""
+        self.sources[name] = source
+        if style is not None:
+            self.styles[name] = style
+
+
 class _Finder:
     """The search for one model."""
 
@@ -121,39 +140,30 @@ class _Finder:
         self, sequence_parallel: bool
     ) -> tuple[tuple[Entry, ...], dict[str, Cost]]:
         """The entries of the plan, and the costs of its blocks."""
-        styles: dict[str, ParallelStyle] = {}
-        sources: dict[str, str] = {}
-        costs: dict[str, Cost] = {}
-        experts = plan_experts(self._model, self._axes)
-        for name, (style, source) in experts.items():
-            sources[name] = source
-            if style is not None:
-                styles[name] = style
+        found = _Found()
+        for name, planned in plan_experts(self._model, self._axes).items():
+            found.add(name, *planned)
         ranks = max(self._axes.get(name, 1) for name in ("tp", "pp"))
         model = without_experts(platform.copy_without_data(self._model))
         units = find_units(model)
         trace = self._trace(model, list(units)) if ranks > 1 else Trace({}, {})
         if self._axes.get("tp", 1) > 1:
-            self._find_tensor_parallel(units, trace, styles, sources, costs)
+            self._find_tensor_parallel(units, trace, found)
             if sequence_parallel:
-                _shard_between(styles)
-        return self._entries(styles, sources), costs
+                _shard_between(found.styles)
+        return self._entries(found.styles, found.sources), found.costs
 
     def _find_tensor_parallel(
-        self,
-        units: Mapping[str, Any],
-        trace: Trace,
-        styles: dict[str, ParallelStyle],
-        sources: dict[str, str],
-        costs: dict[str, Cost],
+        self, units: Mapping[str, Any], trace: Trace, found: _Found
     ) -> None:
-        mesh = DeviceMesh("cpu", list(range(self._axes["tp"])), mesh_dim_names=("tp",))
+        if not units:
+            self.notes.append(
+                "the model has no list of blocks, in which layers are planned"
+            )
         for names in group_units(units):
-            self._plan_group(names, units, trace, mesh, styles, sources, costs)
-        for name, (style, source) in plan_around(self._model, list(units)).items():
-            sources[name] = source
-            if style is not None:
-                styles[name] = style
+            self._plan_group(names, units, trace, found)
+        for name, planned in plan_around(self._model, list(units)).items():
+            found.add(name, *planned)
 
     def _trace(self, model: Any, units: Sequence[str]) -> Trace:
         """What the first inputs show for which the model runs."""
@@ -178,47 +188,53 @@ class _Finder:
         names: Sequence[str],
         units: Mapping[str, Any],
         trace: Trace,
-        mesh: DeviceMesh,
-        styles: dict[str, ParallelStyle],
-        sources: dict[str, str],
-        costs: dict[str, Cost],
+        found: _Found,
     ) -> None:
         """Plans one of several units that are alike, and gives the others the same styles."""
         traced = [name for name in names if name in trace.calls]
         # The last one: the input of the first may need no gradient, which others send.
         sample = traced[-1] if traced else names[0]
-        links = {
-            name.removeprefix(f"{sample}."): link
-            for name, link in trace.links.items()
-            if name.startswith(f"{sample}.")
-        }
-        for link in links.values():
-            link.before = frozenset(
-                one.removeprefix(f"{sample}.") for one in link.before
-            )
-        for name, module in platform.get_cells_and_names(units[sample]):
-            projection = platform.projection(module)
-            if projection is None or name in links:
-                continue
-            is_linear = projection.kind == "linear"
-            reason = "forward does not reach it" if is_linear else projection.kind
+        links = self._find_links(trace, units[sample], sample, is_traced=bool(traced))
+        for name, reason in _explain_others(units[sample], links):
             for unit in names:
                 path = f"{unit}.{name}" if name else unit
-                sources[path] = f"replicated: {reason}"
+                found.add(path, None, f"replicated: {reason}")
         if not links:
             return
-        block = Block(units[sample], links, trace.calls[sample], mesh)
-        choice, source = self._choose(block, sample)
-        found = block.styles(choice.kinds)
-        for unit in names:
-            for name in choice.kinds:
-                path = f"{unit}.{name}"
-                if name in found:
-                    styles[path], sources[path] = found[name], source
-                else:
-                    sources[path] = f"replicated: {choice.reasons.get(name, source)}"
-        for pattern in to_patterns(list(names), list(self._modules)):
-            costs[pattern] = choice.cost
+        mesh = DeviceMesh("cpu", list(range(self._axes["tp"])), mesh_dim_names=("tp",))
+        block = Block(units[sample], links, trace.calls.get(sample, ((), {})), mesh)
+        if traced:
+            choice, source = self._choose(block, sample)
+            for pattern in to_patterns(list(names), list(self._modules)):
+                found.costs[pattern] = choice.cost
+        else:
+            choice, source = block.guess(_own_choice(block, sample, self._own)[0]), _OWN
+        styles = block.styles(choice.kinds)
+        for name in choice.kinds:
+            style = styles.get(name)
+            reason = f"replicated: {choice.reasons.get(name, source)}"
+            for unit in names:
+                found.add(f"{unit}.{name}", style, reason if style is None else source)
+
+    def _find_links(
+        self, trace: Trace, unit: Any, sample: str, *, is_traced: bool
+    ) -> dict[str, Link]:
+        """The projections of a block by their names in it; without a trace those of the model's own plan."""
+        prefix = f"{sample}."
+        if not is_traced:
+            return {
+                name: Link()
+                for name, _ in platform.get_cells_and_names(unit)
+                if prefix + name in self._own.kinds
+            }
+        links = {
+            name.removeprefix(prefix): link
+            for name, link in trace.links.items()
+            if name.startswith(prefix)
+        }
+        for link in links.values():
+            link.before = frozenset(one.removeprefix(prefix) for one in link.before)
+        return links
 
     def _choose(self, block: Block, unit: str) -> tuple[Choice, str]:
         """The model's own plan for a block if it communicates no more than need be, else the derived one."""
@@ -226,6 +242,7 @@ class _Finder:
         try:
             return self._measure(block, own, reasons)
         except NotMeasuredError as error:
+            _refuse_if_never_run(block, unit)
             self.notes.append(f"{unit} cannot be measured without data: {error}")
             return block.guess(own), _OWN if own is not None else _DERIVED
 
@@ -261,6 +278,34 @@ class _Finder:
                 entry = Entry(pattern, style, sources[matched[0]], whole, held)
                 found.append((in_order.index(matched[0]), entry))
         return tuple(entry for _, entry in sorted(found, key=lambda pair: pair[0]))
+
+
+def _explain_others(unit: Any, links: Mapping[str, Link]) -> Iterator[tuple[str, str]]:
+    """The modules of a block that have matrices and are not planned, and why."""
+    for name, module in platform.get_cells_and_names(unit):
+        projection = platform.projection(module)
+        own = [tensor for _, tensor in platform.own_tensors(module)]
+        if name in links or not any(len(tensor.shape) > 1 for tensor in own):
+            continue
+        if projection is None:
+            yield name, "its weights are not those of a linear layer"
+        else:
+            is_linear = projection.kind == "linear"
+            yield name, "forward does not reach it" if is_linear else projection.kind
+
+
+def _refuse_if_never_run(block: Block, unit: str) -> None:
+    """Raises at once what the first training step would raise on every rank, however the block lies."""
+    try:
+        block.cost(dict.fromkeys(block.links, Kind.WHOLE))
+    except NotMeasuredError as error:
+        cause = error.__cause__
+        if isinstance(cause, OperatorError):
+            raise coded(
+                ValueError,
+                "HP903",
+                f"auto_plan: {unit} cannot be trained on several ranks: {without_hint(cause)}",
+            ) from cause
 
 
 def _quieten(model: Any) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.expert_parallel import BaseExpertParallel
 from hyper_parallel.core.modules.style import ParallelStyle
 from hyper_parallel.core.shard.sharding_plan import matching, no_match
 from hyper_parallel.planning.dry_run import Cost
@@ -75,6 +76,14 @@ class ParallelPlan:
         found = [entry.source for entry in self.entries if entry.style is not None]
         return tuple(dict.fromkeys(found))
 
+    def has_experts(self, block: str) -> bool:
+        """Whether a block has experts on several ranks, whose collectives are not among its costs."""
+        return any(
+            isinstance(entry.style, BaseExpertParallel)
+            and entry.pattern.startswith(f"{block}.")
+            for entry in self.entries
+        )
+
     def apply(self, model: Any, mesh: Any) -> Any:
         """Puts a model onto all axes of a mesh and returns it.
 
@@ -131,7 +140,8 @@ class ParallelPlan:
             f"{saved}"
         )
         for pattern, cost in self.costs.items():
-            yield f"collectives of {pattern}: {format_cost(cost)}"
+            more = ", and those of its experts" if self.has_experts(pattern) else ""
+            yield f"collectives of {pattern}: {format_cost(cost)}{more}"
         if self.units:
             yield f"units of dp_shard: {', '.join(self.units)}"
         if self.begin:

@@ -9,8 +9,10 @@ trace.links["transformer.h.0.attn.c_attn"].sections       3: its output is split
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,9 @@ from hyper_parallel.platform import get_platform
 platform = get_platform()
 _VIEWS = frozenset({"view", "reshape", "unflatten"})
 _SPLITS = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
+_MOVES = frozenset({"transpose", "permute", "swapaxes"})
+# What modules with experts call their second argument: top_k_index, router_indices, tokens_per_expert, ...
+_CHOICE = re.compile("expert|top_k|rout|count|ind")
 _MOST_SECTIONS = 4
 
 
@@ -111,28 +116,37 @@ class _Recorder:
     def _follow_fresh(
         self, name: str, fresh: _Fresh, args: tuple[Any, ...], results: list[Any]
     ) -> None:
+        """Notes what becomes of the features of a projection's output."""
         link = self.trace.links[fresh.name]
-        is_whole = len(fresh.sizes) == 1
         if name in _VIEWS:
             self._follow_view(fresh, link, results[0])
-        elif name in _SPLITS and is_whole:
-            sizes = tuple(int(one.shape[fresh.dim]) for one in results)
-            if sum(sizes) == fresh.features and len(sizes) > 1:
-                link.sections = len(sizes) if len(set(sizes)) == 1 else sizes
-                for one, size in zip(results, sizes, strict=True):
-                    section = replace(fresh, sizes=(size,))
-                    self._fresh[id(one)] = one, section
+        elif name in _SPLITS:
+            self._follow_split(fresh, link, results)
         elif name == "__getitem__":
             self._follow_index(fresh, link, args, results[0])
-        elif name in ("transpose", "permute", "swapaxes", "movedim"):
-            order = _order_of(name, args, len(results[0].shape))
-            if order is not None and len(fresh.sizes) > 1:
-                moved = replace(fresh, dim=order.index(fresh.dim))
-                self._fresh[id(results[0])] = results[0], moved
-        elif name == "unbind" and not is_whole:
+        elif name in _MOVES:
+            self._follow_move(name, fresh, args, results[0])
+        elif name == "unbind":
             dim = args[1] if len(args) > 1 else 0
-            if dim % len(args[0].shape) == fresh.dim:
+            if dim % len(args[0].shape) == fresh.dim and len(fresh.sizes) > 1:
                 _set_sections(link, fresh)
+
+    def _follow_split(self, fresh: _Fresh, link: Link, results: list[Any]) -> None:
+        sizes = tuple(int(one.shape[fresh.dim]) for one in results)
+        is_whole = len(fresh.sizes) == 1 and sum(sizes) == fresh.features
+        if not is_whole or len(sizes) < 2:
+            return
+        link.sections = len(sizes) if len(set(sizes)) == 1 else sizes
+        for one, size in zip(results, sizes, strict=True):
+            self._fresh[id(one)] = one, replace(fresh, sizes=(size,))
+
+    def _follow_move(
+        self, name: str, fresh: _Fresh, args: tuple[Any, ...], result: Any
+    ) -> None:
+        order = _order_of(name, args, len(result.shape))
+        if order is not None and len(fresh.sizes) > 1:
+            moved = replace(fresh, dim=order.index(fresh.dim))
+            self._fresh[id(result)] = result, moved
 
     def _follow_index(
         self, fresh: _Fresh, link: Link, args: tuple[Any, ...], result: Any
@@ -190,7 +204,7 @@ def _order_of(name: str, args: tuple[Any, ...], ndim: int) -> list[int] | None:
     if name == "permute":
         dims = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
         return [int(dim) % ndim for dim in dims]
-    if name == "movedim" or len(args) < 3:
+    if len(args) < 3:
         return None
     one, other = int(args[1]) % ndim, int(args[2]) % ndim
     order[one], order[other] = order[other], order[one]
@@ -260,8 +274,12 @@ def find_experts(model: Any) -> dict[str, Any]:
 
 
 def _takes_tokens(module: Any) -> bool:
+    """Whether its weights are those of the same experts, and it is told which of them each token has chosen."""
     weights = [one for _, one in platform.own_tensors(module) if len(one.shape) == 3]
-    return len(weights) > 1 and len({int(one.shape[0]) for one in weights}) == 1
+    is_alike = len({int(one.shape[0]) for one in weights}) == 1
+    arguments = list(inspect.signature(platform.get_cell_construct(module)).parameters)
+    is_told = len(arguments) > 1 and _CHOICE.search(arguments[1]) is not None
+    return len(weights) > 1 and is_alike and is_told
 
 
 def without_experts(model: Any) -> Any:

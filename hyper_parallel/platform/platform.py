@@ -30,7 +30,6 @@ from hyper_parallel.platform.contract.external import External
 from hyper_parallel.platform.contract.memory import Memory
 from hyper_parallel.platform.contract.modules import Modules, Projection
 from hyper_parallel.platform.contract.native import Native, NativeMesh, NativeTensor
-from hyper_parallel.platform.contract.planning import Planning
 from hyper_parallel.platform.contract.ranks import EXISTING_COMM_GROUPS
 from hyper_parallel.platform.contract.tensors import OpName, Tensors
 from hyper_parallel.platform.error_codes import coded
@@ -73,7 +72,6 @@ class Platform(
     Native,
     Activations,
     Attention,
-    Planning,
     External,
     Tensors,
 ):

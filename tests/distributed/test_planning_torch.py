@@ -216,6 +216,32 @@ def test_resized_embeddings_and_layers_that_are_recomputed():
     run_ranks(recompute, 2, timeout=LONG)
 
 
+def mix_dtypes():
+    """Weights in bfloat16, norms in float32."""
+    one = make_model("gemma2").bfloat16()
+    for name, module in one.named_modules():
+        if "norm" in name:
+            module.float()
+    many = copy.deepcopy(one)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    auto_plan(many, mesh).apply(many, mesh)
+    dtypes = {name: tensor.dtype for name, tensor in many.named_parameters()}
+    assert dtypes == {name: tensor.dtype for name, tensor in one.named_parameters()}
+    batch = make_batch("gemma2", one)
+    expected, found = (steps.compute_loss(model, batch) for model in (one, many))
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(steps.whole(found), expected.detach(), rtol=2e-2, atol=0)
+    for name, parameter in one.named_parameters():
+        gradient = steps.whole(dict(many.named_parameters())[name].grad).double()
+        wanted = parameter.grad.double()
+        assert (gradient - wanted).norm() < 0.1 * wanted.norm(), name
+
+
+def test_weights_in_bfloat16_with_norms_in_float32():
+    run_ranks(mix_dtypes, 2, timeout=LONG)
+
+
 def test_the_text_of_costs_is_that_of_the_page():
     cost = plans.Cost({"all_reduce": 2}, {"all_reduce": 1})
     assert plans.format_cost(cost) == "2 all_reduce forward, 1 all_reduce backward"

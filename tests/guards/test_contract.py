@@ -16,7 +16,6 @@ from hyper_parallel.platform.contract import (
     external,
     memory,
     native,
-    planning,
     ranks,
     tensors,
 )
@@ -35,7 +34,6 @@ PARTS = [
     native.Native,
     activations.Activations,
     attention.Attention,
-    planning.Planning,
     external.External,
 ]
 

@@ -26,12 +26,15 @@ from hyper_parallel import (
 )
 from hyper_parallel.cli.checkpoints import application
 from hyper_parallel.core.shard.sharding_plan import matching
+from hyper_parallel.planning import auto as planning
 from hyper_parallel.planning import search
 from hyper_parallel.planning.own import read_own_plan
+from hyper_parallel.planning.trace import find_experts
 from hyper_parallel.planning.units import to_patterns
 from hyper_parallel.platform.error_codes import code_of
 from hyper_parallel.recipe import RecipeError, read_recipe
-from tools.architecture_models import make_config, make_model
+from tools import architectures
+from tools.architecture_models import ARCHITECTURES, make_config, make_model
 
 TP = ["llama", "qwen3", "gemma3", "phi", "gpt_neox", "phi3", "cohere", "starcoder2", "olmo2", "glm"]  # fmt: skip
 
@@ -178,6 +181,35 @@ def test_experts_are_shared_whole_on_ep_and_in_parts_on_tp():
         auto_plan(model, mesh_of(ep=3))
 
 
+class Attention(nn.Module):
+    """Weights with three dims, but those of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (nn.Parameter(torch.zeros(16, 4, 4)) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        del mask
+        return torch.einsum("bsd,dhe,tdf->bsd", x, self.q, self.k.view(4, 16, 4))
+
+
+def test_weights_with_three_dims_are_not_always_those_of_experts():
+    model = Stack(Attention(), Attention())
+    assert find_experts(model) == {}
+    x = torch.zeros(2, 8, 16)
+    [entry] = auto_plan(model, mesh_of(tp=2), inputs={"x": x}).entries
+    assert entry.source == "replicated: its weights are not those of a linear layer"
+    assert entry.held == entry.whole == 4 * 16 * 16 * 4
+    assert len(find_experts(make_model("mixtral"))) == 2
+    assert len(find_experts(make_model("gpt_oss"))) == 2
+
+
+def test_a_model_without_blocks_is_told():
+    plan = auto_plan(Fused("split"), mesh_of(tp=2), inputs={"x": torch.zeros(2, 8, 16)})
+    assert plan.notes == ("the model has no list of blocks, in which layers are planned",)  # fmt: skip
+    assert plan.styles == {}
+
+
 def test_stages_units_and_bytes():
     model = llama()
     plan = auto_plan(model, mesh_of(pp=2, dp_shard=2, tp=2))
@@ -254,6 +286,18 @@ def test_a_plan_is_saved_edited_and_loaded(tmp_path):
     assert plan.styles.keys() - ParallelPlan.load(path).styles.keys() == {"lm_head"}
 
 
+def test_a_saved_plan_is_that_of_a_recipe_of_either_framework(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    plan = auto_plan(llama(), mesh_of(tp=2))
+    plan.save(path)
+    (tmp_path / "model.py").write_text("class Net: ...")
+    more = "steps: 1\nmodel: {file: model.py, class: Net}\ndata: {corpus: python}\n"
+    path.write_text(path.read_text() + more)
+    for framework in ("torch", "mindspore"):
+        recipe = read_recipe(path, [f"framework={framework}"])
+        assert recipe.plan.styles.keys() == plan.styles.keys()
+
+
 @pytest.mark.parametrize("text", ["plan: [", "plan: 3", "other: {}", "- 1"])
 def test_a_file_that_is_no_plan_is_refused(text, tmp_path):
     path = tmp_path / "plan.yaml"
@@ -289,12 +333,30 @@ def test_meshes_and_models_without_a_plan_are_refused_at_once():
     refuse(model, "HP903", "quantised", tp=2)
 
 
+def test_a_function_through_which_no_gradient_would_flow_is_refused_at_once():
+    match = r"transformer.h.1 cannot be trained on several ranks: .* autograd function"
+    refuse(make_model("bloom"), "HP903", match, tp=2)
+
+
 def test_fewer_heads_of_keys_than_ranks_are_replicated():
     plan = auto_plan(make_model("llama"), mesh_of(tp=4))
     reasons = {entry.pattern: entry.source for entry in plan.entries}
     for name in "kv":
         reason = reasons[f"model.layers.*.self_attn.{name}_proj"]
         assert reason == "replicated: 2 heads cannot be shared by 4 ranks"
+
+
+def test_the_models_own_plan_serves_where_nothing_can_be_traced(monkeypatch):
+    monkeypatch.setattr(planning, "find_samples", lambda _: [])
+    plan = auto_plan(make_model("llama"), mesh_of(tp=2))
+    assert plan.styles["model.layers.*.self_attn.q_proj"] == ColwiseParallel()
+    assert plan.costs == {}
+    [note] = plan.notes
+    assert "no inputs are known for it; give inputs=" in note
+    plan = auto_plan(make_model("gpt2"), mesh_of(tp=2))
+    reasons = {entry.pattern: entry.source for entry in plan.entries}
+    reason = "replicated: forward does not reach it"
+    assert reasons["transformer.h.*.attn.c_attn"] == reason
 
 
 def test_what_is_unknown_in_the_models_own_plan_is_told():
@@ -369,3 +431,18 @@ def test_what_a_folder_forbids_is_told_before_any_rank_starts(folder):
     assert "needs code of the folder" in problems(folder, "data.tokens=bytes")
     change(folder, quantization_config={"bits": 4})
     assert "quantised" in problems(folder, "data.tokens=bytes")
+
+
+def test_the_page_of_architectures_has_all_of_them():
+    lines = architectures.PAGE.read_text().splitlines()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    assert ARCHITECTURES.keys() <= rows.keys()
+    assert not any("**" in rows[name] for name in ARCHITECTURES), "wrong or crashed"
+    assert set(architectures.TRAINED) <= ARCHITECTURES.keys()
+
+
+def test_control_a_wrong_architecture_is_shown():
+    wrong = {"verdict": "wrong", "text": "gradient of x: 3 is not 4"}
+    page = architectures.write_page({"bert": {"tp=2": wrong}})
+    assert "| **wrong** |" in page
+    assert "- `bert` on tp=2: gradient of x: 3 is not 4" in page

@@ -11,7 +11,7 @@ Example::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ def round_up(nbytes: int) -> int:
 
 
 class Memory(ABC):
-    """The memory behind tensors, and tensors without any."""
+    """The memory behind tensors, and tensors without any, on which models are planned."""
 
     # Whether ``version_of`` notices every modification; if not, ``mark_escaped`` and ``mark_alias`` are called.
     counts_changes = True
@@ -106,3 +106,22 @@ class Memory(ABC):
         self, device: Any, include_buffers: bool = False
     ) -> AbstractContextManager[Any]:
         """Creates new parameters, and optionally buffers, on ``device`` within a context."""
+
+    # --- planning: models and collectives without data
+
+    @abstractmethod
+    def copy_without_data(self, module: Any) -> Any:
+        """Returns a copy of a module whose tensors have shapes and dtypes alone; shared tensors stay shared."""
+
+    @abstractmethod
+    def simulate_ranks(self) -> AbstractContextManager[None]:
+        """Within it this process is rank 0 of any mesh, new tensors have no data, and collectives send nothing.
+
+        Listeners hear of every collective. No other thread may communicate meanwhile.
+        """
+
+    @abstractmethod
+    def listen_to_functions(
+        self, listener: Callable[[str, tuple[Any, ...], Any], None]
+    ) -> AbstractContextManager[None]:
+        """Calls ``listener(name, args, result)`` after every function of the framework that gets a tensor."""

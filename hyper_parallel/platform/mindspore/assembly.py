@@ -17,7 +17,6 @@ from hyper_parallel.platform.mindspore.gradients import Gradients
 from hyper_parallel.platform.mindspore.interop import Interop
 from hyper_parallel.platform.mindspore.modules import Modules
 from hyper_parallel.platform.mindspore.operators import Operators
-from hyper_parallel.platform.mindspore.planning import NoPlanning
 from hyper_parallel.platform.mindspore.recompute import Recompute
 from hyper_parallel.platform.mindspore.training import Training
 from hyper_parallel.platform.platform import PlatformType
@@ -34,7 +33,6 @@ class MindSporePlatform(
     Interop,
     Training,
     Operators,
-    NoPlanning,
 ):
     """MindSpore as the core sees it."""
 

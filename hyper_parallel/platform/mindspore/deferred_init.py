@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import mindspore
 import numpy as np
@@ -69,6 +69,15 @@ class DeferredInit(Platform):
                 f"init_on_device: this process makes tensors on {self.device()} or on meta, not {device}",
             )
         return _deferring(include_buffers) if where == META else nullcontext()
+
+    def copy_without_data(self, module: Any) -> Any:
+        _refuse_planning(module)
+
+    def simulate_ranks(self) -> AbstractContextManager[None]:
+        _refuse_planning()
+
+    def listen_to_functions(self, listener: Any) -> AbstractContextManager[None]:
+        _refuse_planning(listener)
 
     def init_parameters(self, module: Any, stage_index: int) -> None:
         """Gives data to parameters (and buffers) that were created without, each as one device would have drawn it.
@@ -187,3 +196,12 @@ def _drawn(source: Any, state: Any) -> Any:
         ).init_data()
     finally:
         np.random.set_state(now)
+
+
+def _refuse_planning(*_: Any) -> NoReturn:
+    raise coded(
+        NotImplementedError,
+        "HP903",
+        "auto_plan: MindSpore has no tensors without data, on which a model is planned; plan it on PyTorch, save the "
+        "plan, and load it here: the styles are the same",
+    )

@@ -17,7 +17,6 @@ from hyper_parallel.platform.torch.dtensor_base import DTensorBase
 from hyper_parallel.platform.torch.gradients import Gradients
 from hyper_parallel.platform.torch.interop import Interop
 from hyper_parallel.platform.torch.modules import Modules
-from hyper_parallel.platform.torch.planning import PlanningOnMeta
 from hyper_parallel.platform.torch.recompute import Recompute
 from hyper_parallel.platform.torch.training import Training
 
@@ -33,7 +32,6 @@ class TorchPlatform(
     Interop,
     Training,
     Attention,
-    PlanningOnMeta,
 ):
     """PyTorch as the core sees it."""
 

@@ -64,6 +64,24 @@ class DeferredInit(Platform):
             ) from error
         return _placing(target)
 
+    # Few programs plan, and importing the platform is to stay light.
+    def copy_without_data(self, module: Any) -> Any:
+        from hyper_parallel.platform.torch import simulated
+
+        return simulated.copy_without_data(module)
+
+    def simulate_ranks(self) -> AbstractContextManager[None]:
+        from hyper_parallel.platform.torch import simulated
+
+        return simulated.simulate(self)
+
+    def listen_to_functions(
+        self, listener: Callable[[str, tuple[Any, ...], Any], None]
+    ) -> AbstractContextManager[None]:
+        from hyper_parallel.platform.torch import simulated
+
+        return simulated.Listening(self, listener)
+
     def init_parameters(self, module: Any, stage_index: int) -> None:
         """Gives data to parameters (and buffers) that were created without, each as one device would have drawn it.
 

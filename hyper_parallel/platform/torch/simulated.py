@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on torch's meta device, and a platform whose collectives only count."""
+"""Models on the meta device, and a platform whose collectives only count; imported when a model is planned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,24 +14,16 @@ from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.platform.contract.planning import Planning
+from hyper_parallel.platform.platform import Platform
 
 _MOST_RANKS = 1 << 20
 Listener = Callable[[str, tuple[Any, ...], Any], None]
 
 
-class PlanningOnMeta(Planning):
-    """The part of the contract that is about planning."""
-
-    def copy_without_data(self, module: Any) -> Any:
-        with _CopyToMeta():
-            return copy.deepcopy(module)
-
-    def simulate_ranks(self) -> AbstractContextManager[None]:
-        return _simulate(self)
-
-    def listen_to_functions(self, listener: Listener) -> AbstractContextManager[None]:
-        return _Listening(self, listener)
+def copy_without_data(module: Any) -> Any:
+    """A copy of a module on the meta device."""
+    with _CopyToMeta():
+        return copy.deepcopy(module)
 
 
 class _CopyToMeta(TorchFunctionMode):
@@ -81,6 +72,10 @@ class _GuessNumbers(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             kinds = (args[0].is_floating_point(), args[0].dtype is torch.bool)
             return {(True, False): 1.0, (False, True): True}.get(kinds, 1)
+        if func is torch.ops.aten._unique2.default:  # all values are different
+            values = args[0].reshape(-1)
+            places = values.new_empty(args[0].shape, dtype=torch.int64)
+            return values.clone(), places, torch.empty_like(values, dtype=torch.int64)
         return func(*args, **(kwargs or {}))
 
 
@@ -96,7 +91,9 @@ def _all_count() -> Iterator[None]:
         setattr(fx_config, name, before)
 
 
-class _Listening(TorchFunctionMode):
+class Listening(TorchFunctionMode):
+    """Tells a listener of every function."""
+
     def __init__(self, platform: Any, listener: Listener) -> None:
         super().__init__()
         self._platform, self._listener = platform, listener
@@ -134,9 +131,10 @@ class _Done:
 
 
 @contextlib.contextmanager
-def _simulate(platform: Any) -> Iterator[None]:
+def simulate(platform: Platform) -> Iterator[None]:
+    """This process as rank 0 of any mesh, where new tensors have no data."""
     # Modules keep the platform from when they were imported, so the object itself becomes another for a while.
-    kind: Any = platform.__class__
+    kind = type(platform)
     platform.__class__ = _simulated(kind)
     try:
         with torch.device("meta"), _GuessTruth(), _GuessNumbers(), _all_count():
