@@ -459,6 +459,32 @@ def test_split_backward_defers_what_is_not_recomputed():
         assert waiting[0] == kept
 
 
+class Hooked(nn.Module):
+    """Layers with hooks on their outputs, and outputs that keep their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.kept = []
+
+    def forward(self, x):
+        y = self.first(x)
+        y.register_hook(lambda gradient: 3 * gradient)
+        y.retain_grad()
+        self.kept.append(y)
+        return torch.tanh(self.second(y))
+
+
+@on_ranks(2)
+def test_split_backward_applies_hooks_once():
+    for pair in pairs([Hooked, Hooked]):
+        pair.step(*batch())
+        for stage in pair.own:
+            if stage < 2:
+                found, expected = pair.piped[stage].kept, pair.alone[stage].kept
+                close([one.grad for one in found], [one.grad for one in expected])
+
+
 # --- randomness
 
 
