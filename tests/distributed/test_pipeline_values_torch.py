@@ -177,6 +177,28 @@ def test_skip_connection__works_or_refused_at_build():
             PipelineStage(Layer(), 2, 4, **beyond)
 
 
+def double_in_place(layer, x):
+    return layer(x.mul_(2))
+
+
+def add_mask(layer, x):
+    y = layer(x)
+    return y, y > 0
+
+
+def change_mask(layer, x, mask):
+    y = layer(x)
+    return torch.where(mask.logical_not_(), y, x * x)
+
+
+@on_ranks(2)
+def test_stages_may_change_inputs_in_place():
+    for name, count in SCHEDULES:
+        first = [Layer] * (count - 2)
+        for last in ([Layer, double_in_place], [add_mask, change_mask]):
+            Pair(new(*first, *last), name).step(*batch())
+
+
 # --- shared parameters
 
 

@@ -169,12 +169,17 @@ def _check_key(
 
 
 def _check_shared(said: Sequence[tuple[int, Sequence[Any]]]) -> None:
-    """Raises if stages do not name the same shared parameters; ``said``: each stage, and those that it names."""
+    """Raises if stages do not name the same shared parameters; ``said``: each stage, and those that it names.
+
+    Stages that are not there are found later.
+    """
     named = dict(said)
     for stage, all_shared in said:
         for owners, *_ in all_shared:
             own = [one for one in all_shared if one[0] == owners]
-            for other in {stage, *owners} & named.keys():
+            if not named.keys() >= set(owners):
+                continue
+            for other in sorted({stage, *owners}):
                 theirs = [one for one in named[other] if one[0] == owners]
                 if theirs != own or stage not in owners:
                     raise coded(
