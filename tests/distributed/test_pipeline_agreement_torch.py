@@ -16,6 +16,10 @@ from hyper_parallel.core.pipeline_parallel import (
     ScheduleDualPipe,
     SharedParameterInfo,
 )
+from hyper_parallel.core.pipeline_parallel.action import RECEIVES
+from hyper_parallel.core.pipeline_parallel.agreement import PipelineError
+from hyper_parallel.core.pipeline_parallel.messages import add_messages
+from hyper_parallel.core.pipeline_parallel.schedules import build_schedule
 from hyper_parallel.testing import on_ranks
 
 
@@ -122,3 +126,49 @@ def test_what_a_step_returns_and_is_given_is_not_kept():
     gc.collect()
     assert given() is None
     assert returned is None or returned() is None
+
+
+def cut(layer, x):
+    """The second output needs a gradient for some micro batches only."""
+    y = layer(x)
+    return y, y.detach() * 2 if x[0, 0] > 0 else y * 2
+
+
+def check_changes(pair):
+    """Trains while the first stage is frozen and not, and a step fails in between."""
+    x, y = batch()
+    x[:, 0] = torch.tensor([1, 1, 2, 2, -1, -1])
+    for step in range(6):
+        parts = [pair.alone[0]]
+        if pair.rank == 0:
+            parts.append(pair.piped[0])
+        for part in parts:
+            part.requires_grad_(step % 3 != 1)
+        if step == 3:
+            with pytest.raises(PipelineError, match="unexpected keyword argument"):
+                pair.schedule.step(x, target=y, loss_kwargs={"wrong": 0})
+            pair.zero_grad()
+        pair.step(x, y)
+        pair.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "count"), [("1F1B", 2), ("ZBV", 4)])
+def test_what_is_trained_may_change(name, count):
+    """From step to step, and from micro batch to micro batch."""
+    first = new(cut, lambda layer, x, y: layer(x + y))
+    check_changes(Pair([*first, *layers(count - 2)], name))
+
+
+@on_ranks(2)
+def test_receives_before_it_is_known_what_is_trained():
+    schedule = add_messages(build_schedule("1F1B", 2, 3))
+    early = schedule.with_orders(
+        tuple(
+            tuple(sorted(order, key=lambda step: step.type not in RECEIVES))
+            for order in schedule.orders
+        )
+    )
+    pair = Pair(layers(2))
+    pair.schedule = PipelineScheduleRuntime(pair.stages, 3, schedule=early, loss_fn=mse)
+    check_changes(pair)

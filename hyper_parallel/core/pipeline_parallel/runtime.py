@@ -123,6 +123,8 @@ class Runtime:
         self._step = Step((), ())
         self._seeded: Callable[[int], AbstractContextManager[Any]] = platform.seeded
         self._links = Links(schedule, rank, self._stages)
+        # Those whose gradients are received once it is known that there are any.
+        self._early: set[Link] = set()
         # The work of an order, by its identity; the order is kept, so that no other gets that.
         self._jobs: dict[int, tuple[Sequence[MetaStep], list[_Job]]] = {}
 
@@ -291,6 +293,8 @@ class Runtime:
         for step in rest[1:] if failure.has_been_sent else rest:
             if step.type in MESSAGES:
                 self._drain_message(step)
+        for link in self._early:
+            self._mailbox.post(link.back)
         self._mailbox.discard_posted()
         self._mailbox.wait_for_sends()
 
@@ -306,6 +310,8 @@ class Runtime:
             return
         if self._mailbox.is_posted(message):
             return
+        if is_backward and link.known is not None:
+            self._mailbox.expect_gradients(message, link.known)
         if step.type in SENDS:
             self._mailbox.fail(message)
         else:
@@ -313,6 +319,7 @@ class Runtime:
 
     def _reset(self) -> None:
         self._mailbox.forget_step()
+        self._early.clear()
         self._links.clear()
         for stage in self._stages.values():
             stage.clear_states()
@@ -409,6 +416,9 @@ class Runtime:
         known, tensors = describe(cell.output)
         self._mailbox.send(link.forward, known, tensors)
         link.known = known
+        if link in self._early:
+            self._early.remove(link)
+            self._post_gradient(link)
         cell.unsent -= 1
         if not cell.unsent:
             cell.output = None
@@ -484,6 +494,7 @@ class Runtime:
         if _sends_nothing_back(link):
             return
         link.known = None
+        self._mailbox.expect_gradients(link.back, known)
         self._mailbox.send(link.back, describe_gradients(known.specs), gradients)
         self._mailbox.drop_finished()
 
@@ -493,7 +504,10 @@ class Runtime:
         self._mailbox.post(link.forward)
 
     def _post_gradient(self, link: Link) -> None:
-        if not _sends_nothing_back(link):
+        if link.known is None:
+            self._early.add(link)
+        elif find_trained(link.known.specs):
+            self._mailbox.expect_gradients(link.back, link.known)
             self._mailbox.post(link.back)
 
 
