@@ -51,6 +51,23 @@ def test_both_ends_of_dualpipe_need_the_loss_function():
         ScheduleDualPipe(stages, 4, loss_fn=mse if rank == 1 else None)
 
 
+@on_ranks(2)
+def test_each_end_of_dualpipe_returns_its_half():
+    rank = torch.distributed.get_rank()
+    parts = layers(2)
+    stages = [PipelineStage(part, stage, 2) for stage, part in enumerate(parts)]
+    schedule = ScheduleDualPipe(stages, 4, loss_fn=mse)
+    x, y = batch(8)
+    half = slice(4, 8) if rank == 0 else slice(0, 4)
+    with torch.no_grad():
+        expected = parts[1](parts[0](x[half]))
+    pairs = zip(expected.chunk(2), y[half].chunk(2), strict=True)
+    losses = []
+    close(schedule.step(x, target=y, losses=losses), expected)
+    close(losses, [mse(one, target) for one, target in pairs])
+    close(schedule.eval(x), expected)
+
+
 def share(stage, own, parameter=None):
     layer = Layer()
     chosen = layer.linear.weight if parameter is None else parameter(layer)
