@@ -177,6 +177,28 @@ def test_skip_connection__works_or_refused_at_build():
             PipelineStage(Layer(), 2, 4, **beyond)
 
 
+def double_in_place(layer, x):
+    return layer(x.mul_(2))
+
+
+def add_mask(layer, x):
+    y = layer(x)
+    return y, y > 0
+
+
+def change_mask(layer, x, mask):
+    y = layer(x)
+    return torch.where(mask.logical_not_(), y, x * x)
+
+
+@on_ranks(2)
+def test_stages_may_change_inputs_in_place():
+    for name, count in SCHEDULES:
+        first = [Layer] * (count - 2)
+        for last in ([Layer, double_in_place], [add_mask, change_mask]):
+            Pair(new(*first, *last), name).step(*batch())
+
+
 # --- shared parameters
 
 
@@ -457,6 +479,32 @@ def test_split_backward_defers_what_is_not_recomputed():
     if pair.rank == 1:
         kept = {name for name, _ in module.named_parameters() if "kept" in name}
         assert waiting[0] == kept
+
+
+class Hooked(nn.Module):
+    """Layers with hooks on their outputs, and outputs that keep their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.kept = []
+
+    def forward(self, x):
+        y = self.first(x)
+        y.register_hook(lambda gradient: 3 * gradient)
+        y.retain_grad()
+        self.kept.append(y)
+        return torch.tanh(self.second(y))
+
+
+@on_ranks(2)
+def test_split_backward_applies_hooks_once():
+    for pair in pairs([Hooked, Hooked]):
+        pair.step(*batch())
+        for stage in pair.own:
+            if stage < 2:
+                found, expected = pair.piped[stage].kept, pair.alone[stage].kept
+                close([one.grad for one in found], [one.grad for one in expected])
 
 
 # --- randomness

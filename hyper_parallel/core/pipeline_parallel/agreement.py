@@ -71,10 +71,10 @@ def _explain(said: Sequence[Sequence[Any]]) -> PipelineError:
     )
 
 
-def describe_action(step: MetaStep | None) -> str:
-    """An action in words: ``1F3 (stage 1, forward of micro batch 3)``."""
-    if step is None:
-        return "what it was given"
+def describe_action(step: MetaStep | str) -> str:
+    """An action in words: ``1F3 (stage 1, forward of micro batch 3)``; what is no action is words already."""
+    if isinstance(step, str):
+        return step
     parts = computations(step)
     words = [
         f"stage {part.stage_index}, {_KINDS[str(part.type.value)]} of micro batch {part.micro_index}"

@@ -6,7 +6,8 @@
     received = mailbox.receive(message)                     waits
 
 What the first message of a boundary describes holds for all that follow, so later ones carry only a header and the
-tensors. With ``dynamic`` shapes every message describes itself. A rank that has failed sends headers that say so in
+tensors. The header also says which of them need gradients, which may change; gradients of other tensors are another
+boundary. With ``dynamic`` shapes every message describes itself. A rank that has failed sends headers that say so in
 place of what others wait for: they fail too, and nothing is left under way.
 """
 
@@ -23,6 +24,7 @@ from hyper_parallel.core.pipeline_parallel.action import Message
 from hyper_parallel.core.pipeline_parallel.wire import (
     Known,
     Spec,
+    find_trained,
     rebuild,
     shard_of,
 )
@@ -33,7 +35,8 @@ from hyper_parallel.platform.messages import HEADER_BYTES, Messages
 
 platform = get_platform()
 
-# status, which tensors are None, the bytes of the body, the bytes of the description in it
+# status, which tensors are None, the bytes of the body, the bytes of the description in it; of a message that is not
+# described, the third word says which tensors need gradients
 _HEADER = struct.Struct("<qqqq")
 assert _HEADER.size == HEADER_BYTES
 _FINE, _FAILED, _CHANGED = range(3)
@@ -56,11 +59,15 @@ class Received(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """Where a message goes; ``boundary``: what it has in common with those of other micro batches."""
+    """Where a message goes."""
 
     peer: int
     tag: int
-    boundary: tuple[bool, int, int]
+
+
+# What messages of all micro batches have in common: the direction, both stages, and of which tensors they bring
+# gradients.
+_Boundary = tuple[bool, int, int, tuple[int, ...] | None]
 
 
 class Mailbox:
@@ -76,8 +83,9 @@ class Mailbox:
     ) -> None:
         self._messages, self._dynamic = messages, dynamic
         self._rank, self._rank_of = rank, rank_of
-        self._known: dict[tuple[bool, int, int], Known] = {}  # agreed on in a step
-        self._new: dict[tuple[bool, int, int], Known] = {}  # in the running step
+        self._known: dict[_Boundary, Known] = {}  # agreed on in a step
+        self._new: dict[_Boundary, Known] = {}  # in the running step
+        self._trained: dict[Message, tuple[int, ...]] = {}  # in the running step
         self._posted: set[Message] = set()
         self._routes: dict[Message, _Route] = {}
 
@@ -87,8 +95,15 @@ class Mailbox:
             source = self._rank_of(message.source, message.micro)
             target = self._rank_of(message.target, message.micro)
             peer = target if source == self._rank else source
-            route = self._routes[message] = _Route(peer, _tag(message), message[:3])
+            route = self._routes[message] = _Route(peer, _tag(message))
         return route
+
+    def expect_gradients(self, message: Message, forward: Known) -> None:
+        """Says for what a message brings gradients, before it is sent or received, on both sides."""
+        self._trained[message] = find_trained(forward.specs)
+
+    def _boundary(self, message: Message) -> _Boundary:
+        return (*message[:3], self._trained.get(message))
 
     # --- a step
 
@@ -96,11 +111,11 @@ class Mailbox:
         """Waits for what was sent; what the step has described holds from now on."""
         self.wait_for_sends()
         self._known.update(self._new)
-        self._new = {}
+        self._new, self._trained = {}, {}
 
     def forget_step(self) -> None:
         """Forgets what a failed step has described."""
-        self._new = {}
+        self._new, self._trained = {}, {}
         self._posted = set()
 
     def wait_for_sends(self) -> None:
@@ -122,8 +137,9 @@ class Mailbox:
                 f"pipeline: {len(tensors)} tensors between two stages; the most are {_MOST_TENSORS}",
             )
         route = self._route(message)
-        known = self._known.get(route.boundary)
-        if not self._fits_earlier(route, given):
+        boundary = self._boundary(message)
+        known = self._known.get(boundary)
+        if not self._fits_earlier(boundary, given):
             self.fail(message, _CHANGED)
             raise self._explain_change(message, given)
         present = [shard_of(one) for one in tensors if one is not None]
@@ -138,7 +154,8 @@ class Mailbox:
                 _zeros_like(spec) if one is None else shard_of(one)
                 for spec, one in zip(known.specs, tensors, strict=True)
             ]
-        self._messages.send(route.peer, route.tag, _pack(_FINE, mask), present)
+        header = _pack(_FINE, mask, _mark_trained(given.specs))
+        self._messages.send(route.peer, route.tag, header, present)
 
     def _send_described(
         self, route: _Route, given: Known, mask: int, present: list[Any]
@@ -150,24 +167,24 @@ class Mailbox:
         self._messages.send(route.peer, route.tag, header, [])
         self._messages.send(route.peer, route.tag, header, body)
 
-    def _fits_earlier(self, route: _Route, given: Known) -> bool:
+    def _fits_earlier(self, boundary: _Boundary, given: Known) -> bool:
         """Whether a message is like the first one of its boundary, which it may be itself."""
         if self._dynamic:
             return True
-        known = self._known.get(route.boundary)
+        known = self._known.get(boundary)
         if known is None:
-            known = self._new.setdefault(route.boundary, given)
-        return given == known
+            known = self._new.setdefault(boundary, given)
+        return given == known or _train(given, 0) == _train(known, 0)
 
     def _explain_change(self, message: Message, given: Known) -> Exception:
-        boundary = self._route(message).boundary
+        boundary = self._boundary(message)
         known = self._known.get(boundary) or self._new[boundary]
         return _explain_change(message, known, given)
 
     def fail(self, message: Message, status: int = _FAILED) -> None:
         """Tells the other side that what it waits for does not come."""
         route = self._route(message)
-        known = self._known.get(route.boundary)
+        known = self._known.get(self._boundary(message))
         filling = [] if known is None else [_new_bytes(_count_bytes(known.specs))]
         self._messages.send(route.peer, route.tag, _pack(status), filling)
 
@@ -176,7 +193,7 @@ class Mailbox:
     def post(self, message: Message) -> None:
         """Starts to receive: the message, or the header of one that describes itself."""
         route = self._route(message)
-        known = self._known.get(route.boundary)
+        known = self._known.get(self._boundary(message))
         nbytes = 0 if known is None else _count_bytes(known.specs)
         self._messages.expect(route.peer, route.tag, nbytes)
         self._posted.add(message)
@@ -188,7 +205,7 @@ class Mailbox:
     def receive(self, message: Message) -> Received:
         """Waits for a message that was posted; raises if its sender has failed."""
         received = self._finish(message)
-        if not self._fits_earlier(self._route(message), received.known):
+        if not self._fits_earlier(self._boundary(message), received.known):
             raise self._explain_change(message, received.known)
         return received
 
@@ -199,8 +216,10 @@ class Mailbox:
         status, mask, length, described = _HEADER.unpack(header)
         if status != _FINE:
             raise _explain_status(message, status)
-        known = self._known.get(route.boundary)
+        known = self._known.get(self._boundary(message))
         if known is not None:
+            if length != _mark_trained(known.specs):
+                known = _train(known, length)
             return Received(known, _take(body, 0, known.specs, mask, packed=True))
         self._messages.expect(route.peer, route.tag, length)
         _, body = self._messages.receive(route.peer, route.tag)
@@ -265,6 +284,21 @@ def _new_bytes(size: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
+def _mark_trained(specs: tuple[Spec, ...]) -> int:
+    """A word with the bits of the tensors that need gradients."""
+    return sum(1 << place for place in find_trained(specs))
+
+
+def _train(known: Known, marks: int) -> Known:
+    """The same description, in which these tensors need gradients."""
+    specs = (
+        spec._replace(requires_grad=bool(marks >> place & 1))
+        for place, spec in enumerate(known.specs)
+    )
+    return Known(known.text, tuple(specs))
+
+
+@functools.lru_cache(maxsize=4096)
 def _shapes_of(specs: tuple[Spec, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The dtype and the shape of each tensor."""
     return tuple((spec.dtype, spec.shape) for spec in specs)
@@ -311,8 +345,15 @@ def _explain_change(message: Message, known: Known, given: Known) -> Exception:
         ValueError,
         "HP482",
         f"pipeline: stage {message.source} sends {_show(given)} to stage {message.target} for micro batch "
-        f"{message.micro}, but sent {_show(known)} before; pass dyn_shape=True to the stages if shapes change",
+        f"{message.micro}, but sent {_show(known)} before{_show_structures(known, given)}; pass dyn_shape=True to the "
+        "stages if shapes or other values change",
     )
+
+
+def _show_structures(known: Known, given: Known) -> str:
+    if known.text == given.text:
+        return ""
+    return f", and the structure {given.text} instead of {known.text}"
 
 
 def _show(known: Known) -> str:

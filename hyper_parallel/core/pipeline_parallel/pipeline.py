@@ -32,6 +32,7 @@ class Pipeline:
     holds: list[list[int]]
     skips: tuple[tuple[int, int], ...]
     has_backward: bool
+    has_loss: bool  # whether the ranks of the last stage have a loss function
     is_sharded: bool
     seed: int
 
@@ -65,12 +66,26 @@ class Pipeline:
             )
 
 
-def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> Pipeline:
+def connect(
+    stages: Sequence[PipelineStage],
+    micro_batches: int,
+    name: str,
+    *,
+    has_loss: bool = False,
+) -> Pipeline:
     """The pipeline of these stages; every rank of their group calls it, and all raise if they do not fit together."""
     group, ranks = _find_ranks(stages)
-    own = _describe(stages, micro_batches, name)
+    own = {**_describe(stages, micro_batches, name), "has_loss": has_loss}
     said = [own] if len(ranks) == 1 else gather_words(own, group)
     _check_agreement(said, ranks)
+    last = said[0]["of"][0] - 1
+    with_last = [place for place, one in enumerate(said) if last in one["stages"]]
+    _check_key(
+        "has_loss",
+        [said[place] for place in with_last],
+        [ranks[place] for place in with_last],
+    )
+    _check_shared([pair for one in said for pair in one["shared"]])
     skips = {tuple(skip) for one in said for skip in one["skips"]}
     return Pipeline(
         group=group,
@@ -80,6 +95,7 @@ def connect(stages: Sequence[PipelineStage], micro_batches: int, name: str) -> P
         holds=[sorted(one["stages"]) for one in said],
         skips=tuple(sorted(skips)),
         has_backward=said[0]["has_backward"],
+        has_loss=any(said[place]["has_loss"] for place in with_last),
         is_sharded=any(one["is_sharded"] for one in said),
         seed=said[0]["seed"],
     )
@@ -104,8 +120,21 @@ def _describe(
         "is_sharded": any(
             ShardedStage(one.modules, one.submodule).is_sharded for one in stages
         ),
+        "shared": [[one.stage_index, _describe_shared(one)] for one in stages],
         "seed": platform.draw_seed(),
     }
+
+
+def _describe_shared(stage: PipelineStage) -> list[list[Any]]:
+    """The stages that have each shared parameter, its shape and its dtype."""
+    return [
+        [
+            sorted(info.shared_stage),
+            list(map(int, info.parameter.shape)),
+            str(info.parameter.dtype),
+        ]
+        for info in stage.shared_parameters
+    ]
 
 
 def _find_ranks(stages: Sequence[PipelineStage]) -> tuple[Any, list[int]]:
@@ -119,19 +148,52 @@ def _find_ranks(stages: Sequence[PipelineStage]) -> tuple[Any, list[int]]:
 
 def _check_agreement(said: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     for key in ("of", "micro_batches", "schedule", "dyn_shape", "has_backward"):
-        values = [one[key] for one in said]
-        if any(value != values[0] for value in values) or (
-            key == "of" and len(values[0]) != 1
-        ):
-            words = ", ".join(
-                f"rank {rank}: {value}"
-                for rank, value in zip(ranks, values, strict=True)
-            )
-            raise coded(
-                ValueError,
-                "HP483",
-                f"pipeline: all ranks and stages must agree on {_WORDS[key]}, got {words}",
-            )
+        _check_key(key, said, ranks)
+
+
+def _check_key(
+    key: str, said: Sequence[Mapping[str, Any]], ranks: Sequence[int]
+) -> None:
+    values = [one[key] for one in said]
+    if any(value != values[0] for value in values) or (
+        key == "of" and len(values[0]) != 1
+    ):
+        words = ", ".join(
+            f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True)
+        )
+        raise coded(
+            ValueError,
+            "HP483",
+            f"pipeline: all ranks and stages must agree on {_WORDS[key]}, got {words}",
+        )
+
+
+def _check_shared(said: Sequence[tuple[int, Sequence[Any]]]) -> None:
+    """Raises if stages do not name the same shared parameters; ``said``: each stage, and those that it names.
+
+    Stages that are not there are found later.
+    """
+    named = dict(said)
+    for stage, all_shared in said:
+        for owners, *_ in all_shared:
+            own = [one for one in all_shared if one[0] == owners]
+            if not named.keys() >= set(owners):
+                continue
+            for other in sorted({stage, *owners}):
+                theirs = [one for one in named[other] if one[0] == owners]
+                if theirs != own or stage not in owners:
+                    raise coded(
+                        ValueError,
+                        "HP483",
+                        f"pipeline: stage {stage} shares {_show_shared(own)} with the stages {owners}, but stage "
+                        f"{other} shares {_show_shared(theirs)} with them; name each shared parameter on all of its "
+                        "stages, in the same order",
+                    )
+
+
+def _show_shared(shared: Sequence[Any]) -> str:
+    words = [f"{dtype.rpartition('.')[2]}{shape}" for _, shape, dtype in shared]
+    return ", ".join(words) or "nothing"
 
 
 _WORDS = {
@@ -140,4 +202,5 @@ _WORDS = {
     "schedule": "the schedule",
     "dyn_shape": "dyn_shape",
     "has_backward": "has_backward",
+    "has_loss": "whether the last stage has a loss function",
 }

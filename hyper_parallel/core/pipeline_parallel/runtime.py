@@ -67,8 +67,8 @@ class Step:
     """What one step is given, and what it returns.
 
     ``loss_of(output, micro)`` gives the loss of a micro batch, None if the last stage returns it. ``seed_of(stage,
-    micro)``: of the random numbers of a forward. ``is_trained``: whether backward runs. ``keeps_outputs``: whether the
-    outputs of the last stage are returned.
+    micro)``: of the random numbers of a forward. ``join(outputs)`` gives ``joined`` where the last stage is.
+    ``is_trained``: whether backward runs. ``keeps_outputs``: whether the outputs of the last stage are returned.
     """
 
     args: Sequence[tuple[Any, ...]]
@@ -76,10 +76,12 @@ class Step:
     loss_of: Callable[[Any, int], Any] | None = None
     loss_scale: float = 1.0
     seed_of: Callable[[int, int], int] | None = None
+    join: Callable[[Mapping[int, Any]], Any] | None = None
     is_trained: bool = True
     keeps_outputs: bool = True
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Any] = field(default_factory=dict)
+    joined: Any = None
     error: Exception | None = None  # of what was given, which all ranks are told
 
 
@@ -121,6 +123,8 @@ class Runtime:
         self._step = Step((), ())
         self._seeded: Callable[[int], AbstractContextManager[Any]] = platform.seeded
         self._links = Links(schedule, rank, self._stages)
+        # Those whose gradients are received once it is known that there are any.
+        self._early: set[Link] = set()
         # The work of an order, by its identity; the order is kept, so that no other gets that.
         self._jobs: dict[int, tuple[Sequence[MetaStep], list[_Job]]] = {}
 
@@ -184,12 +188,13 @@ class Runtime:
         self.trace, self.idle_seconds = [], 0.0
         began = time.perf_counter()
         with self._grad_mode(), platform.reseeding() as self._seeded:
-            failure = self._run_order(order)
+            failure = self._run_order(order) or self._join_outputs()
         with self._waiting():
             failed = agree_on_failures(
                 failure, self._messages, self._group, self._ranks
             )
         self.seconds = time.perf_counter() - began
+        self._step = Step((), ())  # what was given and returned is not kept
         if failed is not None:
             self._reset()
             if step.error is not None:
@@ -205,7 +210,7 @@ class Runtime:
     def _run_order(self, order: Sequence[MetaStep]) -> Failure | None:
         """Runs actions until one fails; then only exchanges messages."""
         if self._step.error is not None:
-            failure = Failure(None, self._step.error)
+            failure = Failure("what it was given", self._step.error)
             self._drain(order, failure)
             return failure
         for index, (step, job) in enumerate(
@@ -221,6 +226,15 @@ class Runtime:
                     raise error from error.__cause__
                 return failure
             self.trace.append(step)
+        return None
+
+    def _join_outputs(self) -> Failure | None:
+        step = self._step
+        if step.join is not None and step.outputs:
+            try:
+                step.joined = step.join(step.outputs)
+            except Exception as error:  # noqa: BLE001 - it is raised on all ranks
+                return Failure("what it returns", error)
         return None
 
     @contextmanager
@@ -279,6 +293,8 @@ class Runtime:
         for step in rest[1:] if failure.has_been_sent else rest:
             if step.type in MESSAGES:
                 self._drain_message(step)
+        for link in self._early:
+            self._mailbox.post(link.back)
         self._mailbox.discard_posted()
         self._mailbox.wait_for_sends()
 
@@ -294,6 +310,8 @@ class Runtime:
             return
         if self._mailbox.is_posted(message):
             return
+        if is_backward and link.known is not None:
+            self._mailbox.expect_gradients(message, link.known)
         if step.type in SENDS:
             self._mailbox.fail(message)
         else:
@@ -301,6 +319,7 @@ class Runtime:
 
     def _reset(self) -> None:
         self._mailbox.forget_step()
+        self._early.clear()
         self._links.clear()
         for stage in self._stages.values():
             stage.clear_states()
@@ -397,6 +416,9 @@ class Runtime:
         known, tensors = describe(cell.output)
         self._mailbox.send(link.forward, known, tensors)
         link.known = known
+        if link in self._early:
+            self._early.remove(link)
+            self._post_gradient(link)
         cell.unsent -= 1
         if not cell.unsent:
             cell.output = None
@@ -472,6 +494,7 @@ class Runtime:
         if _sends_nothing_back(link):
             return
         link.known = None
+        self._mailbox.expect_gradients(link.back, known)
         self._mailbox.send(link.back, describe_gradients(known.specs), gradients)
         self._mailbox.drop_finished()
 
@@ -481,7 +504,10 @@ class Runtime:
         self._mailbox.post(link.forward)
 
     def _post_gradient(self, link: Link) -> None:
-        if not _sends_nothing_back(link):
+        if link.known is None:
+            self._early.add(link)
+        elif find_trained(link.known.specs):
+            self._mailbox.expect_gradients(link.back, link.known)
             self._mailbox.post(link.back)
 
 
@@ -495,14 +521,14 @@ def _sends_nothing_back(link: Link) -> bool:
 
 
 class Failure:
-    """What an action of this rank has raised; ``step`` is None if that was before all actions."""
+    """What an action of this rank has raised, or what precedes or follows all actions."""
 
-    def __init__(self, step: MetaStep | None, error: Exception) -> None:
+    def __init__(self, step: MetaStep | str, error: Exception) -> None:
         self.step = step
         self.error = error
         self.is_own = not isinstance(error, PeerFailedError)
         # A change of shapes is told to the other side in place of the message.
-        is_send = step is not None and step.type in SENDS
+        is_send = not isinstance(step, str) and step.type in SENDS
         self.has_been_sent = is_send and code_of(error) == "HP482"
         self.text = "".join(traceback.format_exception_only(error)).strip()
 

@@ -10,8 +10,10 @@ output = schedule.eval(x)                 forward only
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,11 +90,11 @@ class PipelineScheduleRuntime:
     ``stages``: this rank's stage, or all of them. ``micro_batch_num``: into how many micro batches a step is divided.
     ``args_batch_dim``, ``kwargs_batch_dim``: at which dims, as ints or ``BatchDimSpec``; a third positional argument
     that can be called is the loss function, as in torch. ``output_concat_dim``: ``run`` joins outputs there.
-    ``loss_fn(output, target, **loss_kwargs)``; with ``scale_grads`` gradients of ``step`` are those of the mean of all
-    losses, else of their sum. ``output_merge_spec``: how ``step`` joins outputs. ``overlap_p2p`` is always on:
-    receives are posted before they are needed. ``schedule``: the name of a schedule, a ``Schedule``, or the path of a
-    CSV file; classes below have theirs. ``overlap``: runs the two parts of the pairs of DualPipe and DualPipeV, which
-    else run in order.
+    ``loss_fn(output, target, **loss_kwargs)`` is needed on the ranks of the last stage; with ``scale_grads`` gradients
+    of ``step`` are those of the mean of all losses, else of their sum. ``output_merge_spec``: how ``step`` joins
+    outputs. ``overlap_p2p`` is always on: receives are posted before they are needed. ``schedule``: the name of a
+    schedule, a ``Schedule``, or the path of a CSV file; classes below have theirs. ``overlap``: runs the two parts of
+    the pairs of DualPipe and DualPipeV, which else run in order.
     """
 
     schedule_name = "1F1B"
@@ -130,7 +132,10 @@ class PipelineScheduleRuntime:
         self._keeps_whole = keep_parameters_whole
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         self._pipeline: Pipeline = connect(
-            self.stages, self.micro_batch_num, str(schedule or self.schedule_name)
+            self.stages,
+            self.micro_batch_num,
+            _describe_schedule(schedule or self.schedule_name),
+            has_loss=loss_fn is not None,
         )
         computations = self._find_schedule(schedule or self.schedule_name)
         self.schedule = self._complete(computations)
@@ -212,10 +217,10 @@ class PipelineScheduleRuntime:
         step = Step((), (), is_trained=self._pipeline.has_backward)
         with _telling(step):
             step.args, step.kwargs = self.split_microbatches(args, kwargs)
-        outputs = _in_order(self._run(step).outputs)
-        if self._concat_dim is not None and outputs:
-            return join(outputs, self._concat_dim)
-        return outputs
+        if self._concat_dim is not None:
+            step.join = lambda outputs: join(_in_order(outputs), self._concat_dim)
+        done = self._run(step)
+        return _in_order(done.outputs) if done.joined is None else done.joined
 
     def run_microbatches(
         self,
@@ -243,13 +248,13 @@ class PipelineScheduleRuntime:
         batches there.
         """
         _refuse_without_recording("step", self._pipeline)
-        if self._loss_fn is None and self._pipeline.has_backward:
+        is_trained = self._pipeline.has_loss and self._pipeline.has_backward
+        if self._pipeline.has_backward and not is_trained:
             self._warn_without_loss()
-        is_trained = self._loss_fn is not None and self._pipeline.has_backward
         done = self._run_batch(
             args, kwargs, target, loss_kwargs, is_trained, return_outputs
         )
-        return self._finish_batch(done, losses, return_outputs)
+        return self._finish_batch(done, losses)
 
     def eval(
         self,
@@ -262,7 +267,7 @@ class PipelineScheduleRuntime:
     ) -> Any:
         """Runs forward only; returns the joined output on the rank of the last stage, and None on others."""
         done = self._run_batch(args, kwargs, target, loss_kwargs, False, return_outputs)
-        return self._finish_batch(done, losses, return_outputs)
+        return self._finish_batch(done, losses)
 
     def split_microbatches(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -286,6 +291,7 @@ class PipelineScheduleRuntime:
         keeps_outputs: bool,
     ) -> Step:
         step = Step((), (), is_trained=is_trained, keeps_outputs=keeps_outputs)
+        step.join = lambda outputs: join(_in_order(outputs), self._merge_spec)
         with _telling(step):
             step.args, step.kwargs = self.split_microbatches(args, kwargs)
             if self._loss_fn is not None and self._pipeline.has_last_stage:
@@ -310,14 +316,10 @@ class PipelineScheduleRuntime:
         targets = self._divider.divide(target, 0, "target")
         return lambda output, micro: loss_fn(output, targets[micro], **loss_kwargs)
 
-    def _finish_batch(
-        self, done: Step, losses: list[Any] | None, return_outputs: bool
-    ) -> Any:
+    def _finish_batch(self, done: Step, losses: list[Any] | None) -> Any:
         if losses is not None and self._pipeline.has_last_stage:
             losses[:] = _in_order(done.losses)
-        if not return_outputs or not done.outputs:
-            return None
-        return join(_in_order(done.outputs), self._merge_spec)
+        return done.joined
 
     def _run(self, step: Step) -> Step:
         self._steps += 1
@@ -390,6 +392,17 @@ def _refuse_without_recording(method: str, pipeline: Pipeline) -> None:
             "HP485",
             f"pipeline: {method}() within no_grad() would train nothing; use eval()",
         )
+
+
+def _describe_schedule(schedule: str | Schedule) -> str:
+    """What all ranks must agree on: a name, all actions, or the content of a file."""
+    if isinstance(schedule, Schedule) or not schedule.endswith(".csv"):
+        return str(schedule)
+    try:
+        content = Path(schedule).read_bytes()
+    except OSError as error:
+        return str(error)
+    return f"{Path(schedule).name} ({zlib.crc32(content):08x})"
 
 
 def _in_order(by_micro: Mapping[int, Any]) -> list[Any]:

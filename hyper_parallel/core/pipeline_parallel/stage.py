@@ -114,7 +114,7 @@ class PipelineStage:
         # What the first stage is given belongs to the caller, and gets its gradients in backward as anywhere else.
         inputs = [] if self.is_first_stage else tensors_of(args)
         with platform.tape():
-            if len(inputs) > 1:
+            if inputs:
                 args = platform.apply_to_tensors(platform.use_leaf, args)
             output = self.call_module(args, kwargs, arguments)
         self.passes[micro_index] = Pass(inputs, output)

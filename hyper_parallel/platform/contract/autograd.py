@@ -60,7 +60,10 @@ class Autograd(Tensors):
         """Returns whether operations on the tensor are currently recorded for backward."""
 
     def use_leaf(self, leaf: Any) -> Any:
-        """Returns a leaf for a computation in which another leaf may get the very same tensor as its gradient."""
+        """Returns what a computation is given in place of a leaf.
+
+        It may change that in place, and another leaf may get the very same tensor as its gradient.
+        """
         return leaf
 
     def replayed_views(self) -> AbstractContextManager[Any]:

@@ -27,6 +27,18 @@ def _accumulates(node: Any) -> bool:
 _RECORDING: AbstractContextManager[None] = nullcontext()
 
 
+class _Alias(torch.autograd.Function):
+    """The same memory and version as a leaf, but no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient
+
+
 class Gradients(Platform):
     """The part of the contract that is about gradients as a whole."""
 
@@ -45,6 +57,10 @@ class Gradients(Platform):
         from hyper_parallel.platform.torch.split_backward import backward_inputs
 
         return backward_inputs(tensors, gradients, inputs)
+
+    def use_leaf(self, leaf: Any) -> Any:
+        is_plain = type(leaf) is torch.Tensor and leaf.requires_grad
+        return _Alias.apply(leaf) if is_plain else leaf
 
     def saved_tensors(
         self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]

@@ -59,15 +59,20 @@ def _run_towards(
     node: Node, given: tuple[Any, ...] | None, leaves: Sequence[Node]
 ) -> None:
     """Runs one operator's backward, only for the parameters that it leads to."""
-    pairs = [
-        (GradientEdge(node, position), gradient)
-        for position, gradient in enumerate(given or ())
+    given = given or ()
+    edges = [
+        GradientEdge(node, position)
+        for position, gradient in enumerate(given)
         if gradient is not None
     ]
-    if pairs:
-        edges, gradients = zip(*pairs, strict=True)
-        parameters = [leaf.variable for leaf in leaves]
-        _run(edges, gradients, parameters, keeps_graph=True)
+    if edges:
+        # What was captured has been through the hooks of the operator's outputs, which run again here, on zeros.
+        zeros = [one.new_zeros(()).expand_as(one) for one in given if one is not None]
+        hook = node.register_prehook(lambda _: given)
+        try:
+            _run(edges, zeros, [leaf.variable for leaf in leaves], keeps_graph=True)
+        finally:
+            hook.remove()
 
 
 def _run(

@@ -274,7 +274,8 @@ class Tensors(Platform):
             dtype = self._dtype("unpack_bytes", name)
             stop = start + math.prod(shape) * dtype.itemsize
             is_all = start == 0 and stop == packed.shape[0]
-            piece = packed if is_all else packed[start:stop]
+            # Each has a version of its own: one may change in place, and backward may need the others.
+            piece = packed if is_all else packed[start:stop].data
             tensors.append(piece.view(dtype).view(shape))
             start += round_up(stop - start)
         return tensors
