@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _NAMES: dict[frozenset[int], list[str]] = {}
 
@@ -23,3 +24,14 @@ def axis_of(ranks: Sequence[int]) -> str:
 def forget_axes() -> None:
     """The job has ended; in another one the same ranks are something else."""
     _NAMES.clear()
+
+
+@contextmanager
+def separate_axes() -> Iterator[None]:
+    """A context whose meshes are of ranks that are not there: their names are forgotten at its end."""
+    before = {ranks: list(names) for ranks, names in _NAMES.items()}
+    try:
+        yield
+    finally:
+        _NAMES.clear()
+        _NAMES.update(before)

@@ -207,15 +207,7 @@ def _text(path: Path, files: str) -> Iterator[Problem]:
 
 def _plan(recipe: Recipe) -> Iterator[Problem]:
     plan = recipe.plan
-    ways = {"auto": plan.auto, "file": plan.file is not None, "styles": plan.styles}
-    if plan.auto and sum(map(bool, ways.values())) > 1:
-        yield Problem("plan", "a plan that is found has no file: and no styles:")
-    if plan.sequence_parallel and not recipe.finds_plan:
-        told = "it is of plans that are found; add auto: true"
-        yield Problem("plan.sequence_parallel", told)
-    if plan.auto and recipe.framework == "mindspore":
-        told = "plans are found on PyTorch; save one there, and take its styles: here"
-        yield Problem("plan", told)
+    yield from _plan_that_is_found(recipe)
     if plan.file is not None and plan.styles:
         yield Problem(
             "plan",
@@ -227,6 +219,18 @@ def _plan(recipe: Recipe) -> Iterator[Problem]:
         yield from _plan_function(recipe, plan.file)
     for pattern, style in plan.styles.items():
         yield from _style(f"plan.styles.{pattern}", style)
+
+
+def _plan_that_is_found(recipe: Recipe) -> Iterator[Problem]:
+    plan = recipe.plan
+    if plan.auto and (plan.file is not None or plan.styles):
+        yield Problem("plan", "a plan that is found has no file: and no styles:")
+    if plan.sequence_parallel and not recipe.finds_plan:
+        told = "it is of plans that are found; add auto: true"
+        yield Problem("plan.sequence_parallel", told)
+    if plan.auto and recipe.framework == "mindspore":
+        told = "plans are found on PyTorch; save one there, and take its styles: here"
+        yield Problem("plan", told)
 
 
 def _plan_function(recipe: Recipe, file: Path) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from hyper_parallel.planning import search
 from hyper_parallel.planning.own import read_own_plan
 from hyper_parallel.planning.trace import find_experts
 from hyper_parallel.planning.units import to_patterns
+from hyper_parallel.platform.axes import axis_of
 from hyper_parallel.platform.error_codes import code_of
 from hyper_parallel.recipe import RecipeError, read_recipe
 from tools import architectures
@@ -260,6 +261,15 @@ def test_nothing_of_the_model_or_the_platform_changes():
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.zeros(1).device.type == "cpu"
+
+
+def test_meshes_of_simulated_ranks_name_no_axes():
+    """An error of these ranks would else speak of an axis that they never were."""
+    ranks = [7, 9]
+    with get_platform().simulate_ranks():
+        DeviceMesh("cpu", ranks, mesh_dim_names=("simulated",))
+        assert axis_of(ranks) == "simulated"
+    assert axis_of(ranks) == ""
 
 
 def test_patterns_match_their_names_and_no_others():

@@ -78,13 +78,7 @@ def connect(
     own = {**_describe(stages, micro_batches, name), "has_loss": has_loss}
     said = [own] if len(ranks) == 1 else gather_words(own, group)
     _check_agreement(said, ranks)
-    last = said[0]["of"][0] - 1
-    with_last = [place for place, one in enumerate(said) if last in one["stages"]]
-    _check_key(
-        "has_loss",
-        [said[place] for place in with_last],
-        [ranks[place] for place in with_last],
-    )
+    has_loss = _agree_on_loss(said, ranks)
     _check_shared([pair for one in said for pair in one["shared"]])
     skips = {tuple(skip) for one in said for skip in one["skips"]}
     return Pipeline(
@@ -95,7 +89,7 @@ def connect(
         holds=[sorted(one["stages"]) for one in said],
         skips=tuple(sorted(skips)),
         has_backward=said[0]["has_backward"],
-        has_loss=any(said[place]["has_loss"] for place in with_last),
+        has_loss=has_loss,
         is_sharded=any(one["is_sharded"] for one in said),
         seed=said[0]["seed"],
     )
@@ -166,6 +160,15 @@ def _check_key(
             "HP483",
             f"pipeline: all ranks and stages must agree on {_WORDS[key]}, got {words}",
         )
+
+
+def _agree_on_loss(said: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> bool:
+    """Whether the ranks of the last stage have a loss function; raises if only some of them do."""
+    last = said[0]["of"][0] - 1
+    pairs = zip(said, ranks, strict=True)
+    with_last = {rank: one for one, rank in pairs if last in one["stages"]}
+    _check_key("has_loss", list(with_last.values()), list(with_last))
+    return any(one["has_loss"] for one in with_last.values())
 
 
 def _check_shared(said: Sequence[tuple[int, Sequence[Any]]]) -> None:

@@ -14,6 +14,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.platform.axes import separate_axes
 from hyper_parallel.platform.platform import Platform
 
 _MOST_RANKS = 1 << 20
@@ -137,7 +138,13 @@ def simulate(platform: Platform) -> Iterator[None]:
     kind = type(platform)
     platform.__class__ = _simulated(kind)
     try:
-        with torch.device("meta"), _GuessTruth(), _GuessNumbers(), _all_count():
+        with (
+            torch.device("meta"),
+            _GuessTruth(),
+            _GuessNumbers(),
+            _all_count(),
+            separate_axes(),
+        ):
             yield
     finally:
         platform.__class__ = kind

@@ -150,19 +150,7 @@ def _sort_nodes(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
     """Meeting nodes -> the leaves below each; and the leaves whose gradients cannot wait."""
-    owners: dict[Node, set[Node]] = defaultdict(set)  # of what leads to no input
-    recomputed: set[Node] = set()  # of that, what only a recomputation leads to
-    for root in leads.roots - leads.to_input:
-        owners[root] = {root}
-    for node, below in reversed(leads.children.items()):
-        apart = [child for child in below if child not in leads.to_input]
-        if not apart:
-            continue
-        above = {node} if node in leads.to_input else owners[node]
-        for child in apart:
-            owners[child] |= above
-        if node in recomputed or _waits_for_recomputation(node):
-            recomputed.update(apart)
+    owners, recomputed = _find_owners(leads)
     inseparable = {node for node, above in owners.items() if len(above) != 1}
     inseparable |= recomputed
     meetings: dict[Node, list[Node]] = defaultdict(list)
@@ -176,6 +164,24 @@ def _find_meetings(leads: _Leads) -> tuple[dict[Node, list[Node]], list[Node]]:
         else:
             meetings[owner].append(node)
     return dict(meetings), now
+
+
+def _find_owners(leads: _Leads) -> tuple[dict[Node, set[Node]], set[Node]]:
+    """For each node that leads to no input the meetings and roots above it; and those below a recomputation."""
+    owners: dict[Node, set[Node]] = defaultdict(set)
+    recomputed: set[Node] = set()
+    for root in leads.roots - leads.to_input:
+        owners[root] = {root}
+    for node, below in reversed(leads.children.items()):
+        apart = [child for child in below if child not in leads.to_input]
+        if not apart:
+            continue
+        above = {node} if node in leads.to_input else owners[node]
+        for child in apart:
+            owners[child] |= above
+        if node in recomputed or _waits_for_recomputation(node):
+            recomputed.update(apart)
+    return owners, recomputed
 
 
 def _waits_for_recomputation(node: Node) -> bool:
