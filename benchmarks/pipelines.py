@@ -10,9 +10,12 @@ nothing: what is left of a step is the runtime's own time per action.
 
 import argparse
 import functools
+import os
 import statistics
 import time
 import warnings
+
+os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")  # both may be installed
 
 from timing import in_turns, median, ratio  # a neighbour of this file
 
